@@ -1,0 +1,231 @@
+"""One typed model for each stage; from Python or YAML, with unknown keys named and corrected."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from gpupipe.errors import ConfigError
+
+PathLike = str | os.PathLike[str]
+Model = TypeVar("Model", bound="StageConfig")
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+
+class StageConfig(BaseModel):
+    """Base of all stage configurations: frozen, strict about names, clear about errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _explain(type(self), error) from None
+
+    @classmethod
+    def parse(cls, value: Self | dict[str, Any] | None) -> Self:
+        """Takes an instance, a mapping of its fields, or None for the defaults.
+
+        Raises:
+            ConfigError: for an unknown field or a value outside its range.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            return cls(**value)
+        raise ConfigError(
+            f"{cls.__name__} expected, got {type(value).__name__}: {value!r}",
+            fix=f"pass {cls.__name__}(...) or a dict of its fields: {', '.join(cls.model_fields)}",
+        )
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Turns pydantic's report into one sentence a field, with the nearest name for an unknown key."""
+    problems = []
+    for item in error.errors():
+        where = ".".join(str(part) for part in item["loc"]) or model.__name__
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # a nested stage has already explained itself
+            problems.append(cause.message)
+        elif item["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(model.model_fields)}"
+            problems.append(f"unknown key {where!r} in {model.__name__}{hint}")
+        else:
+            given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+            name = model.__name__ if where == model.__name__ else f"{model.__name__}.{where}"
+            problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{given}")
+    return ConfigError("; ".join(problems), fix="see gpupipe/config.py or docs/api for each field and its range")
+
+
+class SourceConfig(StageConfig):
+    """Which files count as videos when a folder is given, and where labels come from."""
+
+    extensions: tuple[str, ...] = (
+        ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
+        ".ogv",
+    )  # fmt: skip
+    recursive: bool = True
+    label_from: Literal["column", "folder"] = "column"
+    """``folder``: the label is the position of the video's parent folder's name among all such names, sorted."""
+    path_column: str = "path"
+    """The column of a table that holds the video's path; relative paths start at the table's own folder."""
+
+
+class ClipConfig(StageConfig):
+    """Which frames make a clip. All positions are in display order; times are in seconds of the video's clock."""
+
+    frames: Annotated[int, Field(ge=1, le=4096)] = 16
+    """Frames in a clip (T)."""
+    stride: Annotated[int, Field(ge=1)] = 1
+    """Distance between neighbouring frames of a clip, in frames. Not together with ``fps``."""
+    fps: Annotated[float, Field(gt=0)] | None = None
+    """Frames per second of the clip: frame k is the last one shown at or before start + k / fps."""
+    sampling: Literal["random", "uniform", "stratified", "keyframe"] = "random"
+    """``random``: a random start. ``keyframe``: a random start among the keyframes. ``uniform``: the middle frames of T equal
+    segments of the video. ``stratified``: one random frame out of each of T equal segments (Wang et al., Temporal Segment
+    Networks, ECCV 2016)."""
+    pad: Literal["repeat-last", "loop", "error"] = "repeat-last"
+    """What stands in for frames past the end of a short video; ``mask`` is False there."""
+
+    @model_validator(mode="after")
+    def _steps_agree(self) -> Self:
+        if self.fps is not None and self.stride != 1:
+            raise ValueError("give stride or fps, not both")
+        if self.sampling in ("uniform", "stratified") and (self.fps is not None or self.stride != 1):
+            raise ValueError(f"sampling={self.sampling!r} spans the whole video, so stride and fps do not apply")
+        return self
+
+
+class TransformConfig(StageConfig):
+    """From decoded planes to a normalised clip. Names and meanings follow torchvision.transforms.v2."""
+
+    size: tuple[Annotated[int, Field(ge=1, le=8192)], Annotated[int, Field(ge=1, le=8192)]] = (224, 224)
+    """(height, width) of the output in pixels; one number means a square."""
+    crop: Literal["random-resized", "random", "center", "none"] = "random-resized"
+    """``random-resized``: RandomResizedCrop. ``random`` and ``center``: the shorter side is scaled to ``short_side``, then a
+    window of ``size`` is taken. ``none``: the whole frame is scaled to ``size`` (aspect ratio not kept)."""
+    scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
+    """Range of the crop's area as a share of the frame's, for ``random-resized``."""
+    ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3 / 4, 4 / 3)
+    """Range of the crop's aspect ratio (width / height), for ``random-resized``."""
+    short_side: Annotated[int, Field(ge=1)] | None = None
+    """Length in pixels of the scaled shorter side for ``random`` and ``center``; None: just large enough for ``size``."""
+    hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """Probability of a horizontal flip of the whole clip."""
+    antialias: bool = True
+    """Widen the bilinear filter by the shrink factor, as ``torch.nn.functional.interpolate(antialias=True)`` does."""
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    """Subtracted from RGB in [0, 1]. Not applied to ``dtype='uint8'``."""
+    std: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = IMAGENET_STD
+    """Divides what ``mean`` left. Not applied to ``dtype='uint8'``."""
+    dtype: Literal["bfloat16", "float16", "float32", "uint8"] = "bfloat16"
+    layout: Literal["NCTHW", "NTCHW"] = "NCTHW"
+    untagged_matrix: Literal["auto", "bt601", "bt709"] = "auto"
+    """Colour matrix of streams that do not state one; ``auto``: BT.709 from 720 lines up, else BT.601."""
+    untagged_range: Literal["limited", "full"] = "limited"
+    """Sample range of streams that do not state one."""
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _square(cls, value: Any) -> Any:
+        return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _ranges_ascend(self) -> Self:
+        for name in ("scale", "ratio"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise ValueError(f"{name} must be (low, high), got ({low}, {high})")
+        if self.short_side is not None and self.crop in ("random", "center") and self.short_side < min(self.size):
+            raise ValueError(f"short_side={self.short_side} is smaller than the crop size {self.size}")
+        return self
+
+
+class BatchConfig(StageConfig):
+    """How clips are grouped."""
+
+    size: Annotated[int, Field(ge=1)] = 8
+    """Clips in a batch."""
+    drop_last: bool = True
+    """Leave out the last, smaller batch of an epoch."""
+
+
+class DecodeConfig(StageConfig):
+    """Where and by how many threads videos are decoded."""
+
+    decoder: Literal["auto", "nvdec", "cpu"] = "auto"
+    """``auto``: NVDEC for what the engine has on a CUDA device, else the CPU; ``nvdec``: an error where NVDEC cannot serve."""
+    threads: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Decode threads; None: one for each NVDEC engine, on the CPU one for each core that this process may use."""
+    decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
+    """NVDEC sessions that a thread keeps open, by codec and size class."""
+
+
+class JitterConfig(StageConfig):
+    """How many batches are prepared ahead."""
+
+    depth: Annotated[int, Field(ge=1, le=1024)] = 4
+    """Batches in preparation or ready, not yet taken by the consumer."""
+
+
+class LoaderConfig(StageConfig):
+    """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
+
+    source: SourceConfig = SourceConfig()
+    clip: ClipConfig = ClipConfig()
+    transform: TransformConfig = TransformConfig()
+    batch: BatchConfig = BatchConfig()
+    decode: DecodeConfig = DecodeConfig()
+    jitter: JitterConfig = JitterConfig()
+    device: str = "auto"
+    """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
+    seed: int = 0
+    shuffle: bool = True
+    columns: tuple[str, ...] = ()
+    """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
+    on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
+    """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
+    smaller. ``raise``: the loop gets the error. Always counted and named."""
+    rank: Annotated[int, Field(ge=0)] = 0
+    """Data-parallel rank of this loader."""
+    world_size: Annotated[int, Field(ge=1)] = 1
+    """Number of data-parallel ranks. All ranks get equally many samples: the last few of an epoch are left out."""
+
+    @model_validator(mode="after")
+    def _rank_exists(self) -> Self:
+        if self.rank >= self.world_size:
+            raise ValueError(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}")
+        return self
+
+    @classmethod
+    def from_yaml(cls, path: PathLike) -> Self:
+        """Reads a configuration written by :meth:`to_yaml` or by hand.
+
+        Raises:
+            ConfigError: when the file cannot be read, is not a YAML mapping, or has an unknown or bad field.
+        """
+        import yaml
+
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}", fix="give a readable YAML file") from error
+        if not isinstance(values, dict | None):
+            raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of stage names", fix="see samples/")
+        return cls(**(values or {}))
+
+    def to_yaml(self, path: PathLike) -> None:
+        """Writes all fields, defaults included, so that the file records the run."""
+        import yaml
+
+        Path(path).write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False), encoding="utf-8")

@@ -1,0 +1,112 @@
+"""One batch being made: its memory, the clips that have arrived, and what travels with them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpupipe.data.source.columns import Kind
+from gpupipe.device.stream import hand_over
+from gpupipe.types import Batch, ClipRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A finished clip: its record, frame times in seconds, its row of the source, and the event that completes it."""
+
+    record: ClipRecord
+    seconds: tuple[float, ...]
+    columns: Mapping[str, Any]
+    done: torch.cuda.Event | None
+
+
+class Assembly:
+    """A batch under construction. Clips are written straight into their slots, by several threads.
+
+    The memory belongs to ``stream``, the pipeline's own: writers wait for its allocation, and it waits for the writers, so that
+    its allocator may hand the block out again whenever the batch is dropped.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        clip_shape: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        kinds: Mapping[str, Kind],
+        *,
+        epoch: int,
+        index: int,
+    ) -> None:
+        self._kinds = kinds
+        self._device = device
+        self._stream = stream
+        self._epoch = epoch
+        self._index = index
+        self._lock = threading.Lock()
+        self._arrivals: list[Arrival | None] = [None] * size
+        self._left = size
+        self._unusable: list[tuple[int, str]] = []
+        with torch.cuda.stream(stream):
+            self.video = torch.empty((size, *clip_shape), dtype=dtype, device=device)
+            self._allocated = stream.record_event() if stream is not None else None
+
+    def slot(self, number: int, writer: torch.cuda.Stream | None) -> torch.Tensor:
+        """The memory of one clip, ready to be written on ``writer``."""
+        if writer is not None and self._allocated is not None:
+            hand_over([], [self._allocated], writer)
+        return self.video[number]
+
+    def unusable(self, number: int, path: str) -> None:
+        """Notes that a video could not be used for a slot."""
+        with self._lock:
+            self._unusable.append((number, path))
+
+    def arrive(self, number: int, arrival: Arrival | None) -> bool:
+        """Notes that a slot is filled, or skipped (None). True for the call that completes the batch."""
+        with self._lock:
+            self._arrivals[number] = arrival
+            self._left -= 1
+            return self._left == 0
+
+    def finish(self) -> tuple[Batch, torch.cuda.Event | None] | None:
+        """The batch and the event that completes it; None when every clip was skipped."""
+        arrivals = [arrival for arrival in self._arrivals if arrival is not None]
+        if not arrivals:
+            return None
+        with torch.cuda.stream(self._stream):
+            if self._stream is not None:
+                hand_over([], [arrival.done for arrival in arrivals if arrival.done is not None], self._stream)
+            video = self.video
+            if len(arrivals) < len(self._arrivals):
+                kept = [slot for slot, arrival in enumerate(self._arrivals) if arrival is not None]
+                video = video[torch.tensor(kept, device=self._device)]
+            tensors = {"video": video, **self._numbers(arrivals)}
+            complete = self._stream.record_event() if self._stream is not None else None
+        text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
+        batch = Batch(
+            tensors,
+            tuple(arrival.record for arrival in arrivals),
+            text=text,
+            epoch=self._epoch,
+            index=self._index,
+            substituted=tuple(path for _, path in sorted(self._unusable, key=lambda note: note[0])),
+        )
+        return batch, complete
+
+    def _numbers(self, arrivals: list[Arrival]) -> dict[str, torch.Tensor]:
+        columns: dict[str, np.ndarray] = {
+            "pts_seconds": np.array([arrival.seconds for arrival in arrivals], np.float64),
+            "mask": np.array([arrival.record.pick.mask for arrival in arrivals], np.bool_),
+        }
+        for name, kind in self._kinds.items():
+            if kind != "text":
+                dtype = np.int64 if kind == "int" else np.float32
+                columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype)
+        return {name: torch.from_numpy(values).to(self._device) for name, values in columns.items()}

@@ -1,0 +1,82 @@
+"""Where the bytes are: identity, size and range reads of local files.
+
+Reads go through ``pread`` rather than a memory map: a file that is cut while it is read then gives a short read, hence an
+error with a name, where a map would end the process with SIGBUS; and from the page cache both cost one copy.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from gpupipe.errors import OpenError
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What tells a file from its earlier versions."""
+
+    path: str
+    size_bytes: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: str) -> Identity:
+        """Looks at the file now.
+
+        Raises:
+            OpenError: when it is missing, not a regular file, or may not be read.
+        """
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+        if os.path.isdir(path):
+            raise OpenError(f"{path} is a folder, not a video", fix="name a file, or give the folder to VideoLoader")
+        return cls(os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
+
+
+class LocalFile:
+    """Range reads from one file, safe to use from several threads."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise _cannot_open(path, error) from error
+
+    def read(self, position: int, size_bytes: int) -> bytes:
+        """``size_bytes`` bytes from ``position``, fewer where the file ends."""
+        parts = []
+        while size_bytes > 0:
+            part = self._pread(size_bytes, position)
+            if not part:
+                break
+            parts.append(part)
+            position += len(part)
+            size_bytes -= len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _pread(self, size_bytes: int, position: int) -> bytes:
+        try:
+            return os.pread(self._fd, size_bytes, position)
+        except OSError as error:
+            raise OpenError(f"reading {self.path} at byte {position} failed: {error.strerror}", path=self.path) from error
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _cannot_open(path: str, error: OSError) -> OpenError:
+    return OpenError(f"cannot open {path}: {error.strerror or error}", fix="check the path and its permissions", path=path)

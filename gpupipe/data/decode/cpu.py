@@ -1,0 +1,163 @@
+"""Software decode through PyAV: everything that FFmpeg reads, as the codec's own planes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from gpupipe.data.decode.feed import PacketFeed
+from gpupipe.data.index import VideoIndex
+from gpupipe.data.index.build import open_video
+from gpupipe.data.plan import Plan
+from gpupipe.errors import DecodeError
+from gpupipe.types import PlaneFormat, Planes
+
+if TYPE_CHECKING:
+    from av.video.frame import VideoFrame
+
+Stop = Callable[[], bool]
+
+_SOFTWARE = {"av1": "libdav1d"}
+"""Decoders by FFmpeg's name where the one called after the codec is a shell for hardware."""
+_SUBSAMPLING = {"420": (2, 2), "422": (2, 1), "444": (1, 1)}
+
+
+class Stopped(Exception):
+    """The pipeline is ending: the work at hand is given up."""
+
+
+def never() -> bool:
+    return False
+
+
+def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+    """Decodes a plan's frames with one thread.
+
+    Returns:
+        Planes on the CPU, one frame for each of ``plan.frames``, samples right-aligned, chroma in planes of its own.
+
+    Raises:
+        OpenError: when the file can no longer be read.
+        DecodeError: when a wanted frame does not come out, or frames differ in size.
+        Stopped: when ``stop()`` turned true.
+    """
+    import av
+
+    collected = _Collected(index, plan)
+    with PacketFeed(index) as feed:
+        for run in plan.passes:
+            context = _context(index)
+            for number, data in feed.packets(run):
+                if stop():
+                    raise Stopped
+                packet = av.Packet(len(data))  # a packet of FFmpeg's own has the padding that decoders read into
+                packet.update(data)
+                packet.pts = packet.dts = number
+                collected.take(_decode(context, packet))
+            collected.take(_decode(context, None))
+    return collected.planes()
+
+
+def _decode(context: Any, packet: Any) -> list[VideoFrame]:
+    import av
+
+    try:
+        return list(context.decode(packet))
+    except av.error.EOFError:
+        return []
+    except av.error.FFmpegError:  # a damaged packet: what it spoils shows as a missing frame
+        return []
+
+
+def _context(index: VideoIndex) -> Any:
+    import av
+
+    if not index.mapped:  # the demuxer may have told the codec more than its extradata: take over what it knows
+        container, stream = open_video(index.identity.path)
+        with container:
+            extradata, tag = stream.codec_context.extradata, stream.codec_context.codec_tag
+    else:
+        extradata, tag = index.extradata, None
+    context: Any = av.CodecContext.create(_SOFTWARE.get(index.info.codec, index.info.codec), "r")
+    if extradata:
+        context.extradata = bytes(extradata)
+    if tag is not None:
+        context.codec_tag = tag
+    context.width, context.height = index.info.width, index.info.height
+    context.pix_fmt = index.info.pix_fmt
+    context.thread_count = 1
+    # Without this, H.264 that does not state its reordering delay loses its first frames after each start.
+    context.options = {"strict": "1"} if index.info.codec == "h264" else {}
+    return context
+
+
+class _Collected:
+    """Copies wanted frames into one array as they come, so that the decoder's own buffers are free at once."""
+
+    def __init__(self, index: VideoIndex, plan: Plan) -> None:
+        self._index = index
+        self._plan = plan
+        self._format: PlaneFormat | None = None
+        self._data: np.ndarray | None = None
+        self._found = [False] * len(plan.frames)
+
+    def take(self, frames: list[VideoFrame]) -> None:
+        for frame in frames:
+            slot = self._plan.slots.get(frame.pts) if frame.pts is not None else None
+            if slot is None or self._found[slot]:
+                continue
+            layout, planes = frame_planes(frame)
+            if self._data is None or self._format is None:
+                self._format = layout
+                shape = (len(self._found), layout.rows, layout.row_samples)
+                self._data = np.empty(shape, np.uint8 if layout.sample_bytes == 1 else np.uint16)
+            elif layout != self._format:
+                raise self._error(
+                    slot, f"is {layout.width}x{layout.height}, others of the clip {self._format.width}x{self._format.height}"
+                )
+            row = 0
+            for plane in planes:
+                self._data[slot, row : row + plane.shape[0], : plane.shape[1]] = plane
+                row += plane.shape[0]
+            self._found[slot] = True
+
+    def planes(self) -> Planes:
+        if self._data is None or self._format is None or not all(self._found):
+            raise self._error(self._found.index(False), "could not be decoded")
+        return Planes(torch.from_numpy(self._data), self._format)
+
+    def _error(self, slot: int, what: str) -> DecodeError:
+        frame = self._plan.frames[slot]
+        path = self._index.info.path
+        return DecodeError(
+            f"{path}: frame {frame} {what}",
+            fix="the stream is damaged or changes there: ask for other frames, or leave the file out",
+            path=path,
+            time_seconds=float(self._index.seconds[frame]),
+        )
+
+
+def frame_planes(frame: VideoFrame) -> tuple[PlaneFormat, list[np.ndarray]]:
+    """Layout and planes (Y, U, V) of a decoded frame, views of its memory.
+
+    Planar 4:2:0, 4:2:2 and 4:4:4 of 8 to 16 bits come as they are; other formats (RGB, grey, 4:1:1 …) as 4:4:4 of 8 or 16 bits.
+    """
+    name = frame.format.name
+    subsampling = _SUBSAMPLING.get(name.removeprefix("yuvj").removeprefix("yuva").removeprefix("yuv")[:3])
+    bits = frame.format.components[0].bits
+    if subsampling is None or not name.startswith("yuv") or name.endswith("be"):
+        frame = frame.reformat(format="yuv444p16le" if bits > 8 else "yuv444p")
+        subsampling, bits = (1, 1), 16 if bits > 8 else 8
+    width, height = frame.width, frame.height
+    chroma_width, chroma_height = -(-width // subsampling[0]), -(-height // subsampling[1])
+    layout = PlaneFormat(width, height, chroma_width, chroma_height, bits)
+    dtype = np.dtype(np.uint8 if layout.sample_bytes == 1 else np.uint16)
+    sizes = ((height, width), (chroma_height, chroma_width), (chroma_height, chroma_width))
+    planes = []
+    for plane, (rows, columns) in zip(frame.planes[:3], sizes, strict=True):
+        samples = np.frombuffer(memoryview(plane), dtype)  # type: ignore[call-overload]
+        planes.append(samples.reshape(-1, plane.line_size // dtype.itemsize)[:rows, :columns])
+    return layout, planes

@@ -1,0 +1,94 @@
+"""The bytes of a plan's packets: straight from the file where the index says so, else through a demuxer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+from gpupipe.data.bytes import LocalFile
+from gpupipe.data.index import VideoIndex
+from gpupipe.data.index.build import open_video
+from gpupipe.data.plan import Pass
+from gpupipe.errors import DecodeError, OpenError
+
+_SPAN = 4
+"""One read for a whole run of packets when the span in the file is at most this many times the packets' own bytes."""
+
+
+class PacketFeed:
+    """Reads the packets of one video, run by run."""
+
+    def __init__(self, index: VideoIndex) -> None:
+        self._index = index
+        self._open = ExitStack()
+        self._file = self._open.enter_context(LocalFile(index.identity.path)) if index.mapped else None
+
+    def packets(self, run: Pass) -> Iterator[tuple[int, bytes]]:
+        """(number, data) of each packet of a run, in decoding order.
+
+        Raises:
+            OpenError: when the file has changed or can no longer be read.
+            DecodeError: when the demuxer does not find the packets again.
+        """
+        return self._from_file(self._file, run) if self._file is not None else self._demuxed(run)
+
+    def _from_file(self, file: LocalFile, run: Pass) -> Iterator[tuple[int, bytes]]:
+        numbers = range(run.first, run.last + 1)
+        position = self._index.position[run.first : run.last + 1].tolist()
+        size = self._index.size[run.first : run.last + 1].tolist()
+        low = min(position)
+        high = max(at + length for at, length in zip(position, size, strict=True))
+        whole = file.read(low, high - low) if high - low <= _SPAN * sum(size) else None
+        for number, at, length in zip(numbers, position, size, strict=True):
+            data = whole[at - low : at - low + length] if whole is not None else file.read(at, length)
+            if len(data) != length:
+                path = self._index.identity.path
+                raise OpenError(f"{path} ends inside packet {number}", fix="the file changed since it was indexed", path=path)
+            yield number, data
+
+    def _demuxed(self, run: Pass) -> Iterator[tuple[int, bytes]]:
+        """Demuxes from a seek a little before the run, or from the start where a seek lands behind it."""
+        index = self._index
+        for rewind in (False, True):
+            container, stream = open_video(index.identity.path)
+            with container:
+                if not rewind and run.first > 0:
+                    container.seek(int(index.pts[run.first]), stream=stream, backward=True, any_frame=False)
+                number = None if run.first > 0 and not rewind else 0
+                for packet in container.demux(stream):
+                    if not packet.size or packet.is_corrupt:
+                        continue
+                    if number is None:
+                        number = self._number_of(packet)
+                        if number is None or number > run.first:
+                            break
+                    if number >= run.first:
+                        yield number, bytes(packet)
+                    if number == run.last:
+                        return
+                    number += 1
+                else:
+                    break
+        path = index.identity.path
+        raise DecodeError(
+            f"{path}: packets {run.first} to {run.last} are not found again", fix="is the file changing?", path=path
+        )
+
+    def _number_of(self, packet: Any) -> int | None:
+        """The number of the first packet after a seek, known by its time and size; None when that is not unique."""
+        index = self._index
+        found = ((index.pts == (packet.pts if packet.pts is not None else packet.dts)) & (index.size == packet.size)).nonzero()[
+            0
+        ]
+        return int(found[0]) if len(found) == 1 else None
+
+    def close(self) -> None:
+        self._open.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()

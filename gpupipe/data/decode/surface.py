@@ -1,0 +1,72 @@
+"""A thread's own frames on the GPU: pitched for textures, grown as needed, used again in stream order."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpupipe.device.inventory import load
+from gpupipe.device.texture import BASE_BYTES
+from gpupipe.types import PlaneFormat, Planes
+
+if TYPE_CHECKING:
+    import torch
+
+
+class FrameStore:
+    """Memory for the frames of one clip, allocated and used on one stream only, so that no event is needed to use it again."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._memory: torch.Tensor | None = None
+        self._pitch_bytes = 0
+        self._frame_bytes = 0
+        self._rows = 0
+        self._row_bytes = 0
+
+    def reserve(self, frames: int, layout: PlaneFormat) -> None:
+        """Makes room for ``frames`` frames; what lay here before is lost."""
+        import torch
+
+        self._row_bytes = layout.row_samples * layout.sample_bytes
+        self._pitch_bytes = -(-self._row_bytes // BASE_BYTES) * BASE_BYTES
+        self._rows = layout.rows
+        self._frame_bytes = self._rows * self._pitch_bytes
+        needed = frames * self._frame_bytes
+        if self._memory is None or self._memory.numel() < needed:
+            self._memory = None  # given back before more is asked for
+            with torch.cuda.stream(self._stream):
+                self._memory = torch.empty(needed, dtype=torch.uint8, device=self._stream.device)
+
+    def copy_surface(self, slot: int, address: int, pitch_bytes: int, stream: torch.cuda.Stream) -> None:
+        """Copies one frame, luma and chroma rows together, from device memory of another pitch."""
+        assert self._memory is not None
+        runtime = load("cupy").cuda.runtime
+        runtime.memcpy2DAsync(
+            self._memory.data_ptr() + slot * self._frame_bytes,
+            self._pitch_bytes,
+            address,
+            pitch_bytes,
+            min(self._row_bytes, pitch_bytes),
+            self._rows,
+            runtime.memcpyDeviceToDevice,
+            stream.cuda_stream,
+        )
+
+    def upload(self, planes: Planes) -> Planes:
+        """Copies planes from the CPU to here."""
+        import torch
+
+        self.reserve(len(planes), planes.format)
+        here = self.planes(len(planes), planes.format)
+        with torch.cuda.stream(self._stream):
+            here.data[:, :, : planes.data.shape[2]].copy_(planes.data)
+        return here
+
+    def planes(self, frames: int, layout: PlaneFormat) -> Planes:
+        """The first ``frames`` frames, a view that the next :meth:`reserve` invalidates."""
+        import torch
+
+        assert self._memory is not None
+        flat = self._memory[: frames * self._frame_bytes]
+        samples = flat if layout.sample_bytes == 1 else flat.view(torch.uint16)
+        return Planes(samples.view(frames, layout.rows, self._pitch_bytes // layout.sample_bytes), layout)

@@ -1,0 +1,118 @@
+"""NAL units of H.264 and HEVC: finding them, parameter sets out of a sample description, the Annex B form.
+
+Sources: ITU-T H.264 (08/2021) and H.265 (09/2023) annex B; ISO/IEC 14496-15 for ``avcC`` and ``hvcC``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+START_CODE = b"\x00\x00\x00\x01"
+_START = re.compile(b"\x00\x00\x01")
+
+
+def nal_length_size(codec: str, extradata: bytes) -> int:
+    """Bytes of the length field before each NAL unit (1, 2 or 4); 0 for streams in Annex B form and other codecs."""
+    if codec == "h264" and len(extradata) >= 7 and extradata[0] == 1:
+        return (extradata[4] & 3) + 1
+    if (
+        codec == "hevc"
+        and len(extradata) >= 23
+        and (extradata[0] == 1 or extradata[:3] not in (b"\x00\x00\x00", b"\x00\x00\x01"))
+    ):
+        return (extradata[21] & 3) + 1
+    return 0
+
+
+def parameter_sets(codec: str, extradata: bytes) -> bytes:
+    """The parameter sets of a sample description in Annex B form; ``extradata`` itself where it has that form already."""
+    if nal_length_size(codec, extradata) == 0:
+        return extradata
+    sets: list[bytes] = []
+    if codec == "h264":
+        count, at = extradata[5] & 31, 6
+        for part in range(2):
+            for _ in range(count):
+                size = int.from_bytes(extradata[at : at + 2], "big")
+                sets.append(extradata[at + 2 : at + 2 + size])
+                at += 2 + size
+            if part == 0:
+                count, at = (extradata[at] if at < len(extradata) else 0), at + 1
+    else:
+        at = 23
+        for _ in range(extradata[22]):
+            count = int.from_bytes(extradata[at + 1 : at + 3], "big")
+            at += 3
+            for _ in range(count):
+                size = int.from_bytes(extradata[at : at + 2], "big")
+                sets.append(extradata[at + 2 : at + 2 + size])
+                at += 2 + size
+    return b"".join(START_CODE + s for s in sets if s)
+
+
+def to_annexb(packet: bytes, length_size: int, head: bytes = b"") -> bytes:
+    """A packet with its length fields turned into start codes, after ``head`` (parameter sets, or nothing).
+
+    Raises:
+        ValueError: when a length field points past the packet's end.
+    """
+    if length_size == 0:
+        return head + packet if head else packet
+    if length_size == 4:  # length and start code are equally long: overwrite in place
+        data = bytearray(packet)
+        at, end = 0, len(data)
+        while at < end:
+            size = int.from_bytes(data[at : at + 4], "big")
+            data[at : at + 4] = START_CODE
+            at += 4 + size
+        if at != end:
+            raise ValueError("NAL unit lengths do not add up to the packet's size")
+        return head + data if head else bytes(data)
+    return head + b"".join(START_CODE + packet[start:end] for start, end in units(packet, length_size))
+
+
+def units(packet: bytes, length_size: int) -> Iterator[tuple[int, int]]:
+    """(start, end) of each NAL unit in a packet, length-prefixed or in Annex B form (``length_size`` 0).
+
+    Raises:
+        ValueError: when a length field points past the packet's end.
+    """
+    if length_size == 0:
+        starts = [match.end() for match in _START.finditer(packet)]
+        for start, following in zip(starts, [*(s - 3 for s in starts[1:]), len(packet)], strict=True):
+            yield start, following
+        return
+    at = 0
+    while at + length_size <= len(packet):
+        size = int.from_bytes(packet[at : at + length_size], "big")
+        start = at + length_size
+        if start + size > len(packet):
+            raise ValueError("a NAL unit length points past the packet's end")
+        yield start, start + size
+        at = start + size
+
+
+def unescape(data: bytes) -> bytes:
+    """A NAL unit without its emulation prevention bytes (00 00 03 → 00 00)."""
+    return data.replace(b"\x00\x00\x03", b"\x00\x00")
+
+
+class BitReader:
+    """Reads fixed-length and Exp-Golomb numbers (H.264 clause 9.1), most significant bit first."""
+
+    def __init__(self, data: bytes) -> None:
+        self._value = int.from_bytes(data, "big")
+        self._left = 8 * len(data)
+
+    def bits(self, count: int) -> int:
+        self._left -= count
+        if self._left < 0:
+            raise ValueError("the header ends early")
+        return (self._value >> self._left) & ((1 << count) - 1)
+
+    def unsigned(self) -> int:
+        zeros = 0
+        while self.bits(1) == 0:
+            zeros += 1
+        return (1 << zeros) - 1 + self.bits(zeros)

@@ -1,0 +1,79 @@
+"""One video's packets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupipe.data.bytes import Identity
+from gpupipe.types import VideoInfo
+
+Int64s = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class VideoIndex:
+    """Where each packet lies and which frame it yields. Packets are numbered in file order, which is decoding order.
+
+    Attributes:
+        identity: the file as it was when the index was made.
+        info: facts of the stream.
+        stream: number of the stream in its container.
+        position: (P,) byte position of each packet's data; -1 where the data is not one piece of the file.
+        size: (P,) bytes of each packet.
+        pts: (P,) presentation times in ``info.time_base``.
+        key: (P,) the container's keyframe flags.
+        start: (P,) packets from which a decode may start.
+        display: (F,) the packet that yields each frame, in display order.
+        seconds: (F,) time of each frame in seconds of the video's clock, never falling.
+        extradata: the codec's configuration as the container holds it.
+        length_size: bytes of NAL length fields; 0 for Annex B streams and other codecs.
+    """
+
+    identity: Identity
+    info: VideoInfo
+    stream: int
+    position: Int64s
+    size: Int64s
+    pts: Int64s
+    key: Bools
+    start: Bools
+    display: Int64s
+    seconds: NDArray[np.float64]
+    extradata: bytes = field(repr=False)
+    length_size: int
+
+    @property
+    def mapped(self) -> bool:
+        """True when packets can be read from the file by position, without a demuxer."""
+        return bool((self.position >= 0).all())
+
+    @cached_property
+    def start_of(self) -> Int64s:
+        """(F,) the packet from which a decode must start to get each frame.
+
+        The last start point at or before the frame's packet that is not shown after it: a leading picture, shown before its
+        start point, belongs to the one before.
+        """
+        starts = np.flatnonzero(self.start)
+        last = np.maximum(np.searchsorted(starts, self.display, side="right") - 1, 0)
+        shown = np.full(len(self.pts), np.iinfo(np.int64).max, np.int64)  # packets that show nothing are shown "never"
+        shown[self.display] = np.arange(len(self.display))
+        while True:
+            early = (shown[starts[last]] > np.arange(len(self.display))) & (last > 0)
+            if not early.any():
+                return starts[last]
+            last = last - early
+
+    @cached_property
+    def keyframes(self) -> Int64s:
+        """Display positions of the frames at which a decode may start, ascending."""
+        return np.flatnonzero(self.start[self.display])
+
+    def at(self, seconds: float) -> int:
+        """Display position of the frame on show at a time: the last one with a time at or before it, else the first."""
+        return max(0, int(np.searchsorted(self.seconds, seconds + 1e-9, side="right")) - 1)

@@ -1,0 +1,117 @@
+"""Jitter buffer: finished batches come in in any order and at any pace, and go out in sequence. It never drops one."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Generic, TypeVar
+
+from gpupipe.telemetry import Telemetry
+
+Item = TypeVar("Item")
+
+
+class Closed(Exception):
+    """The buffer was closed while a caller waited, or before it asked."""
+
+
+class JitterBuffer(Generic[Item]):
+    """A bounded reorder buffer between many producers and one consumer.
+
+    A producer reserves the next sequence number before it starts on a batch, which blocks while ``depth`` batches are reserved
+    and not yet taken; it puts the batch under that number when done. The consumer takes batches in the order of their numbers.
+
+    Args:
+        depth: batches in preparation or ready, at most.
+        telemetry: gets ``wait`` (the consumer waited for a batch) and ``blocked`` (a producer waited for room), in seconds.
+    """
+
+    def __init__(self, depth: int, telemetry: Telemetry) -> None:
+        self._depth = depth
+        self._telemetry = telemetry
+        self._changed = threading.Condition()
+        self._ready: dict[int, Item] = {}
+        self._reserved = 0
+        self._taken = 0
+        self._end: int | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+
+    @property
+    def occupancy(self) -> int:
+        """Batches that are ready and not yet taken."""
+        with self._changed:
+            return len(self._ready)
+
+    @property
+    def in_flight(self) -> int:
+        """Batches that are reserved and not yet taken, ready ones included; never more than the depth."""
+        with self._changed:
+            return self._reserved - self._taken
+
+    def reserve(self) -> int:
+        """Waits for room and returns the next sequence number.
+
+        Raises:
+            Closed: when the buffer is closed.
+        """
+        start = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._reserved - self._taken < self._depth)
+            if self._closed:
+                raise Closed
+            number = self._reserved
+            self._reserved += 1
+        self._telemetry.observe("blocked", time.perf_counter() - start)
+        return number
+
+    def put(self, number: int, item: Item) -> None:
+        """Hands in the batch of a reserved number; there is always room for it."""
+        with self._changed:
+            assert self._taken <= number < self._reserved, (self._taken, number, self._reserved)
+            assert number not in self._ready, number
+            self._ready[number] = item
+            self._changed.notify_all()
+
+    def finish(self, count: int) -> None:
+        """Says that ``count`` batches are all there will be."""
+        with self._changed:
+            self._end = count
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Closes the buffer; the consumer's next :meth:`take` raises ``error``, the first one of several."""
+        with self._changed:
+            if self._error is None:
+                self._error = error
+            self._closed = True
+            self._changed.notify_all()
+
+    def take(self) -> Item | None:
+        """The next batch in sequence, waiting for it; None after the last one.
+
+        Raises:
+            Closed: when the buffer is closed.
+            BaseException: what a producer failed with.
+        """
+        start = time.perf_counter()
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken in self._ready or self._closed or self._taken == self._end)
+            if self._error is not None:
+                raise self._error
+            if self._closed:
+                raise Closed
+            if self._taken == self._end:
+                return None
+            item = self._ready.pop(self._taken)
+            self._taken += 1
+            self._changed.notify_all()
+        self._telemetry.observe("wait", time.perf_counter() - start)
+        return item
+
+    def close(self) -> None:
+        """Wakes all who wait and lets go of the batches."""
+        with self._changed:
+            self._closed = True
+            self._ready.clear()
+            self._changed.notify_all()

@@ -1,0 +1,260 @@
+"""VideoLoader: the contract of an iterable DataLoader, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from gpupipe.config import BatchConfig, ClipConfig, LoaderConfig, TransformConfig
+from gpupipe.data.decode import DecodeEngine, Fallbacks
+from gpupipe.data.group import batch_count, group
+from gpupipe.data.jitter import Closed
+from gpupipe.data.order import Order
+from gpupipe.data.pipeline import Job, Pipeline
+from gpupipe.data.source import Videos, collect, column_kinds
+from gpupipe.data.transform import ClipTransform
+from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
+from gpupipe.device.stream import hand_over, stage
+from gpupipe.errors import ClosedError, ConfigError, DeviceError
+from gpupipe.telemetry import Telemetry, log
+from gpupipe.types import Batch
+
+
+class VideoLoader:
+    """Yields batches of clips, ready on the device, in an order and with augmentations that (seed, epoch) alone decide.
+
+    Each ``iter()`` is a new epoch and ends the iterator before it. Leaving the loop by ``break`` or by an exception ends the
+    iterator too. Batches are usable on the current CUDA stream at once and safe to keep or to drop at any time; for use on a
+    further stream, that stream must wait as for any torch tensor.
+
+    Args:
+        videos: a file, folder, glob pattern or table (.csv, .jsonl with a column ``path``), a mapping with ``path`` and further
+            columns, or a list of these. A column ``label`` travels with each batch; a column ``start_frame`` fixes where the
+            clip of that row starts.
+        clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
+        transform: crop, size, flip, normalisation, dtype, layout; a :class:`TransformConfig` or a dict of its fields.
+        batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
+        seed: fixes the order and every random choice.
+        config: a whole :class:`LoaderConfig` (see ``LoaderConfig.from_yaml``); the other arguments override its fields.
+        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``source``, ``shuffle``, ``columns``,
+            ``on_bad_file``, ``rank``, ``world_size``.
+
+    Raises:
+        ConfigError: for an unknown or bad setting, or when the videos make not one batch.
+        SourceError: when the videos cannot be found or listed, or a column is missing.
+        DeviceError: when the device, or a package that it needs, is not there.
+    """
+
+    def __init__(
+        self,
+        videos: Videos,
+        *,
+        clip: ClipConfig | dict[str, Any] | None = None,
+        transform: TransformConfig | dict[str, Any] | None = None,
+        batch: BatchConfig | dict[str, Any] | int | None = None,
+        device: str | torch.device | None = None,
+        seed: int | None = None,
+        config: LoaderConfig | dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        if isinstance(batch, int):
+            batch = {"size": batch}
+        named: dict[str, Any] = {"clip": clip, "transform": transform, "batch": batch, "seed": seed}
+        named["device"] = None if device is None else str(device)
+        base = LoaderConfig.parse(config)
+        overrides = {name: value for name, value in named.items() if value is not None} | fields
+        self.config = LoaderConfig(**{name: getattr(base, name) for name in LoaderConfig.model_fields} | overrides)
+        self.device = resolve_device(self.config.device)
+        entries = collect(videos, self.config.source)
+        order = Order(len(entries), self.config.seed, self.config.shuffle, self.config.rank, self.config.world_size)
+        self._batches = batch_count(len(order), self.config.batch)
+        if self._batches == 0:
+            raise ConfigError(
+                f"{len(entries)} videos over {self.config.world_size} rank(s) make no full batch of {self.config.batch.size}",
+                fix="use a smaller batch, more videos, or batch={'size': …, 'drop_last': False}",
+            )
+        self._telemetry = Telemetry()
+        stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
+        self._job = Job(
+            entries=entries,
+            order=order,
+            config=self.config,
+            transform=ClipTransform(self.config.transform, self.config.clip.frames),
+            kinds=column_kinds(entries, self.config.columns),
+            device=self.device,
+            stream=stream,
+            engines=_engines(self.config, self.device, self._telemetry),
+            telemetry=self._telemetry,
+        )
+        self._epoch = 0
+        self._iterator: weakref.ref[BatchIterator] | None = None
+        self._owner = os.getpid()
+        self._closed = False
+        self._iterating = threading.Lock()
+
+    @property
+    def dataset(self) -> list[str]:
+        """The paths of all videos, in source order."""
+        return [entry.path for entry in self._job.entries]
+
+    @property
+    def batch_size(self) -> int:
+        return self.config.batch.size
+
+    @property
+    def bad_files(self) -> dict[str, str]:
+        """Files that could not be used so far, with the reason."""
+        return dict(self._job.bad_files)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Makes the next ``iter()`` epoch ``epoch``; without it epochs count up from 0."""
+        if epoch < 0:
+            raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``."""
+        return self._batches
+
+    def __iter__(self) -> BatchIterator:
+        if self._closed:
+            raise ClosedError("this VideoLoader is closed", fix="make a new one")
+        if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
+            raise ClosedError(
+                "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
+                fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
+            )
+        with self._iterating:
+            self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
+            epoch, self._epoch = self._epoch, self._epoch + 1
+            groups = group(self._job.order.requests(epoch), self.config.batch)
+            iterator = BatchIterator(Pipeline(self._job, groups, epoch), self._job)
+            self._iterator = weakref.ref(iterator)
+        return iterator
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and durations since the loader was made.
+
+        Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
+        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
+        """
+        iterator = self._iterator() if self._iterator is not None else None
+        occupancy = iterator.occupancy if iterator is not None else 0
+        return {**self._telemetry.snapshot(), "occupancy": occupancy}
+
+    def close(self) -> None:
+        """Ends the iterator, the threads and the decoders; may be called again."""
+        self._end_iterator("its VideoLoader was closed")
+        if not self._closed:
+            self._closed = True
+            for engine in self._job.engines:
+                engine.close()
+
+    def _end_iterator(self, why: str) -> None:
+        iterator = self._iterator() if self._iterator is not None else None
+        if iterator is not None:
+            iterator.end(why)
+        self._iterator = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"VideoLoader({len(self._job.entries)} videos, {len(self)} batches of {self.batch_size}, on {self.device})"
+
+
+class BatchIterator(Iterator[Batch]):
+    """One epoch's iterator. Its end, by exhaustion, ``break``, an error or garbage collection, ends the pipeline's threads."""
+
+    def __init__(self, pipeline: Pipeline, job: Job) -> None:
+        self._pipeline = pipeline
+        self._job = job
+        self._ended: str | None = None
+        self._finished = False
+        self._stop = weakref.finalize(self, pipeline.stop)
+
+    @property
+    def occupancy(self) -> int:
+        return self._pipeline.occupancy
+
+    def __next__(self) -> Batch:
+        if self._finished:
+            raise StopIteration
+        if self._ended is not None:
+            raise ClosedError(f"this iterator cannot go on: {self._ended}", fix="use the newer iterator, or iterate again")
+        try:
+            ready = self._pipeline.take()
+            if ready is None:
+                self._finish()
+                raise StopIteration
+            batch, complete = ready
+            if complete is not None:
+                with stage("hand-over"):
+                    hand_over(batch.values(), [complete], torch.cuda.current_stream(self._job.device))
+        except Closed:
+            raise ClosedError(f"this iterator cannot go on: {self._ended or 'it was ended'}", fix="iterate again") from None
+        except StopIteration:
+            raise
+        except BaseException as error:
+            self.end(f"it failed with {type(error).__name__}: {error}")
+            raise
+        self._job.telemetry.count("batches")
+        return batch
+
+    def _finish(self) -> None:
+        self._finished = True
+        self._stop()
+        if self._job.bad_files:
+            names = ", ".join(sorted(self._job.bad_files)[:10])
+            log.warning("%d files could not be used so far: %s (see VideoLoader.bad_files)", len(self._job.bad_files), names)
+
+    def close(self) -> None:
+        """Ends this epoch and its threads; may be called again."""
+        self.end("it was closed")
+
+    def end(self, why: str) -> None:
+        """Ends the pipeline; a later ``next()`` says why."""
+        if not self._finished and self._ended is None:
+            self._ended = why
+        self._stop()
+
+
+def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> list[DecodeEngine]:
+    """One engine a thread: on CUDA as many as NVDEC has engines, on the CPU one a core, unless the user says otherwise."""
+    hardware = 0
+    if device.type == "cuda":
+        load("cupy")
+        caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
+        hardware = caps.engines if config.decode.decoder != "cpu" else 0
+        if not caps.supported:
+            if config.decode.decoder == "nvdec":
+                raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
+            telemetry.warn_once("no nvdec", f"videos are decoded on the CPU: {caps.reason}")
+    elif config.decode.decoder == "nvdec":
+        raise DeviceError("decoder='nvdec' needs a CUDA device, this loader is on the CPU", fix="use device='cuda'")
+    fallbacks = Fallbacks()
+    return [
+        DecodeEngine(
+            device,
+            _cuda_stream(device) if device.type == "cuda" else None,
+            mode=config.decode.decoder,
+            keep=config.decode.decoders_per_thread,
+            fallbacks=fallbacks,
+            telemetry=telemetry,
+        )
+        for _ in range(config.decode.threads or hardware or cpu_quota())
+    ]

@@ -1,0 +1,58 @@
+"""The order of an epoch and the source of all randomness: both depend on (seed, epoch, sample) alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpupipe.types import ClipRequest
+
+_ORDER, _SUBSTITUTE, FRAMES, AUGMENT = range(4)
+"""Independent streams of random numbers, one a purpose."""
+
+
+def generator(seed: int, *key: int) -> np.random.Generator:
+    """A generator for one purpose: equal keys give equal numbers, on any machine and in any order of calls.
+
+    Seeded through NumPy's SeedSequence, which keeps streams of different keys independent.
+    """
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed & 0xFFFF_FFFF_FFFF_FFFF, *key])))
+
+
+def clip_generator(request: ClipRequest, purpose: int) -> np.random.Generator:
+    """The generator of one clip for ``FRAMES`` or ``AUGMENT``."""
+    return generator(request.seed, purpose, request.epoch, request.sample, request.attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """The sequence of requests that one rank makes in an epoch.
+
+    Samples are numbered 0 … n - 1 over all ranks; rank r takes r, r + world_size, … so that the global sequence is the same
+    for any number of ranks. The last n % world_size samples are left out, so that all ranks have equally many.
+    """
+
+    entries: int
+    seed: int
+    shuffle: bool = True
+    rank: int = 0
+    world_size: int = 1
+
+    def __len__(self) -> int:
+        return self.entries // self.world_size
+
+    def requests(self, epoch: int) -> list[ClipRequest]:
+        """This rank's requests of ``epoch``, in the order in which they are delivered."""
+        if self.shuffle:
+            order = generator(self.seed, _ORDER, epoch).permutation(self.entries)
+        else:
+            order = np.arange(self.entries)
+        samples = range(self.rank, len(self) * self.world_size, self.world_size)
+        return [ClipRequest(self.seed, epoch, sample, int(order[sample])) for sample in samples]
+
+    def substitute(self, request: ClipRequest) -> ClipRequest:
+        """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt)."""
+        attempt = request.attempt + 1
+        draw = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt).integers(self.entries)
+        return ClipRequest(request.seed, request.epoch, request.sample, int(draw), attempt)

@@ -1,0 +1,184 @@
+"""Threads and streams of one epoch: start, work, stop; errors cross threads with the clip's path."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpupipe.config import LoaderConfig
+from gpupipe.data import index as indices
+from gpupipe.data.assembly import Arrival, Assembly
+from gpupipe.data.decode import DecodeEngine, Stopped
+from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator
+from gpupipe.data.plan import make_plan
+from gpupipe.data.sample import pick_frames
+from gpupipe.data.source.columns import Kind
+from gpupipe.data.transform import ClipTransform
+from gpupipe.device.stream import stage
+from gpupipe.errors import DecodeError, OpenError, SampleError
+from gpupipe.telemetry import Telemetry
+from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry
+
+_MOST_ATTEMPTS = 32
+"""Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
+_START_COLUMN = "start_frame"
+
+Ready = tuple[Batch, torch.cuda.Event | None]
+"""A batch and the event that completes it; no event on the CPU."""
+
+
+class _Skipped:
+    """Stands for a batch of which every clip was skipped."""
+
+
+@dataclass
+class Job:
+    """What a pipeline works on; shared by all epochs of a loader."""
+
+    entries: Sequence[Entry]
+    order: Order
+    config: LoaderConfig
+    transform: ClipTransform
+    kinds: Mapping[str, Kind]
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    engines: list[DecodeEngine]
+    telemetry: Telemetry
+    bad_files: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    number: int
+    assembly: Assembly
+    slot: int
+    request: ClipRequest
+
+
+class Pipeline:
+    """Makes the batches of one epoch, with one thread for each of the job's engines."""
+
+    def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
+        self._job = job
+        self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(job.config.jitter.depth, job.telemetry)
+        self._stop = threading.Event()
+        self._pulling = threading.Lock()
+        self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
+        self._threads = [
+            threading.Thread(target=self._work, args=(engine,), name=f"gpupipe-clips-{number}", daemon=True)
+            for number, engine in enumerate(job.engines)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def occupancy(self) -> int:
+        """Batches ready and not yet taken."""
+        return self._jitter.occupancy
+
+    def take(self) -> Ready | None:
+        """The next batch and the event that completes it; None after the last.
+
+        Raises:
+            GpupipeError: what a thread failed with.
+            Closed: when the pipeline was stopped.
+        """
+        ready = self._jitter.take()
+        while isinstance(ready, _Skipped):
+            ready = self._jitter.take()
+        return ready
+
+    def stop(self) -> None:
+        """Ends all threads and waits for them; safe to call again, and from any thread."""
+        self._stop.set()
+        self._jitter.close()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _work(self, engine: DecodeEngine) -> None:
+        """A thread's life: take the next clip, make it, and complete the batch if it was the last one."""
+        try:
+            while not self._stop.is_set():
+                with self._pulling:  # tasks are handed out in order, so that the oldest batch is finished first
+                    task = next(self._tasks, None)
+                if task is None:
+                    return
+                self._serve(engine, task)
+        except (Stopped, Closed):
+            return
+        except BaseException as error:  # crosses to the consumer, who raises it
+            self._jitter.fail(error)
+
+    def _serve(self, engine: DecodeEngine, task: _Task) -> None:
+        job = self._job
+        arrival, request = None, task.request
+        while arrival is None:
+            entry = job.entries[request.entry]
+            try:
+                arrival = self._make(engine, task, request, entry)
+            except (OpenError, DecodeError, SampleError) as error:
+                job.telemetry.count("bad_clips")
+                task.assembly.unusable(task.slot, entry.path)
+                job.bad_files.setdefault(entry.path, str(error))
+                job.telemetry.warn_once(f"bad {entry.path}", f"{entry.path} cannot be used: {error}")
+                if job.config.on_bad_file == "raise":
+                    raise
+                if job.config.on_bad_file == "skip":
+                    break
+                if request.attempt + 1 >= _MOST_ATTEMPTS:
+                    raise DecodeError(
+                        f"{_MOST_ATTEMPTS} samples in a row could not be used; the last: {error.message}",
+                        fix="check the list of videos: see VideoLoader.bad_files",
+                        path=entry.path,
+                    ) from error
+                job.telemetry.count("substituted")
+                request = job.order.substitute(request)
+        if task.assembly.arrive(task.slot, arrival):
+            with stage("assemble"):
+                finished = task.assembly.finish()
+            self._jitter.put(task.number, finished or _Skipped())
+
+    def _make(self, engine: DecodeEngine, task: _Task, request: ClipRequest, entry: Entry) -> Arrival:
+        job, config = self._job, self._job.config
+        with job.telemetry.span("index"):
+            index = indices.load(entry.path)
+        start = entry.columns.get(_START_COLUMN)
+        pick = pick_frames(config.clip, index, clip_generator(request, FRAMES), None if start is None else int(start))
+        plan = make_plan(index, pick.indices)
+        planes, decoder = engine.decode(index, plan, self._stop.is_set)
+        params = job.transform.draw(index.info, clip_generator(request, AUGMENT))
+        with stage("transform", entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
+            out = task.assembly.slot(task.slot, engine.stream)
+            job.transform.apply(planes, index.info, params, plan.frame_map, out)
+            done = engine.stream.record_event() if engine.stream is not None else None
+        job.telemetry.count("clips")
+        job.telemetry.count("frames_used", len(set(pick.indices)))
+        record = ClipRecord(entry.path, request, pick, params, decoder)
+        return Arrival(record, tuple(float(index.seconds[i]) for i in pick.indices), entry.columns, done)
+
+
+def _tasks(
+    job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, jitter: JitterBuffer[Ready | _Skipped]
+) -> Iterator[_Task]:
+    """All clips of the epoch in order; blocks before a batch for which the jitter buffer has no room."""
+    for position, requests in enumerate(groups[first_batch:], first_batch):
+        number = jitter.reserve()
+        with stage("allocate"):
+            assembly = Assembly(
+                len(requests),
+                job.transform.clip_shape,
+                job.transform.dtype,
+                job.device,
+                job.stream,
+                job.kinds,
+                epoch=epoch,
+                index=position,
+            )
+        for slot, request in enumerate(requests):
+            yield _Task(number, assembly, slot, request)
+    jitter.finish(len(groups) - first_batch)

@@ -1,0 +1,70 @@
+"""Which packets to feed for a clip's frames, and at what cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpupipe.data.index import VideoIndex
+from gpupipe.data.index.model import Int64s
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One run of packets from a start point on: ``first`` … ``last``, both fed."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to decode a multiset of frames of one video.
+
+    Attributes:
+        passes: runs of packets, in file order, none touching another.
+        slots: for each packet whose frame is wanted, the position of that frame among the decoded ones.
+        frame_map: for each frame asked for, its position among the decoded ones; repeats share one.
+        frames: display positions of the decoded ones.
+    """
+
+    passes: tuple[Pass, ...]
+    slots: dict[int, int]
+    frame_map: tuple[int, ...]
+    frames: tuple[int, ...]
+
+    @property
+    def packets(self) -> int:
+        """The plan's cost: packets to decode."""
+        return sum(run.last - run.first + 1 for run in self.passes)
+
+
+def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
+    """Plans the decode of frames given by display position, in any order and with repeats.
+
+    Each frame is reached from the last start point that can give it; runs that meet become one.
+    """
+    frames = np.unique(np.asarray(indices, np.int64))
+    targets = index.display[frames]
+    starts = index.start_of[frames]
+    last = _last_packet(index, targets)
+    passes: list[Pass] = []
+    for k in np.lexsort((targets, starts)):
+        first, end = int(starts[k]), int(last[k])
+        if passes and first <= passes[-1].last + 1:
+            passes[-1] = Pass(passes[-1].first, max(passes[-1].last, end))
+        else:
+            passes.append(Pass(first, end))
+    slots = {int(packet): slot for slot, packet in enumerate(targets)}
+    position = {int(frame): slot for slot, frame in enumerate(frames)}
+    return Plan(tuple(passes), slots, tuple(position[int(i)] for i in indices), tuple(int(f) for f in frames))
+
+
+def _last_packet(index: VideoIndex, targets: Int64s) -> Int64s:
+    """The last packet that each target needs: itself, and for interlaced video a second field that comes as its own packet."""
+    if not index.info.interlaced:
+        return targets
+    following: Int64s = np.minimum(targets + 1, len(index.pts) - 1)
+    return following

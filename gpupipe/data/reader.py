@@ -1,0 +1,180 @@
+"""VideoReader: random access to one video, for people and for tests."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Literal, NamedTuple, Self
+
+import torch
+
+from gpupipe.config import PathLike
+from gpupipe.data import index as indices
+from gpupipe.data.decode import DecodeEngine, Fallbacks
+from gpupipe.data.plan import make_plan
+from gpupipe.data.transform import to_rgb
+from gpupipe.device.inventory import load, resolve_device
+from gpupipe.device.stream import hand_over, stage
+from gpupipe.errors import ConfigError, SampleError
+from gpupipe.telemetry import Telemetry
+from gpupipe.types import PlaneFormat, VideoInfo
+
+
+class FramePlanes(NamedTuple):
+    """One frame as the codec made it: ``y`` (H, W), ``u`` and ``v`` at their own size, uint8 or right-aligned uint16."""
+
+    y: torch.Tensor
+    u: torch.Tensor
+    v: torch.Tensor
+
+
+class VideoReader:
+    """Random access to one video's frames.
+
+    Args:
+        path: the video.
+        device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``: where the results lie.
+        decoder: ``auto``: NVDEC for what it decodes to the same bits, else the CPU; or one of ``nvdec`` and ``cpu``.
+
+    Raises:
+        OpenError: when the file cannot be opened as a video.
+        DeviceError: when the device, or a package that it needs, is not there.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        device: str | torch.device = "auto",
+        decoder: Literal["auto", "nvdec", "cpu"] = "auto",
+    ) -> None:
+        if decoder not in ("auto", "nvdec", "cpu"):
+            raise ConfigError(f"decoder={decoder!r} is not a decoder", fix="use 'auto', 'nvdec' or 'cpu'")
+        self.device = resolve_device(str(device))
+        self._index = indices.load(str(path))
+        stream = None
+        if self.device.type == "cuda":
+            load("cupy")
+            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self._telemetry = Telemetry()
+        self._engine = DecodeEngine(self.device, stream, mode=decoder, keep=1, fallbacks=Fallbacks(), telemetry=self._telemetry)
+
+    @property
+    def info(self) -> VideoInfo:
+        """Facts of the stream."""
+        return self._index.info
+
+    @property
+    def pts_seconds(self) -> list[float]:
+        """The time of each frame, in display order."""
+        return [float(t) for t in self._index.seconds]
+
+    def __len__(self) -> int:
+        """Frames that can be read."""
+        return self.info.frames
+
+    def frames(self, indices: Iterable[int]) -> torch.Tensor:
+        """Frames by display position, in the order given, repeats allowed, negative ones counted from the end.
+
+        Returns:
+            (N, 3, H, W) uint8 RGB: display rotation applied, pixels not stretched by the pixel aspect, deep video scaled to 8
+            bits without tone mapping.
+
+        Raises:
+            SampleError: when a position is not in the video.
+            DecodeError: when a frame cannot be decoded, or differs in size from the others.
+        """
+        wanted = self._positions(indices)
+        if not wanted:
+            return torch.empty((0, 3, *self.info.display_size), dtype=torch.uint8, device=self.device)
+        plan = make_plan(self._index, wanted)
+        with torch.cuda.stream(self._engine.stream):
+            planes, _ = self._engine.decode(self._index, plan)
+            with stage("transform", self.info.path):
+                rgb = to_rgb(planes, self.info)
+                if plan.frame_map != tuple(range(len(rgb))):
+                    rgb = rgb[torch.tensor(plan.frame_map, device=self.device)]
+        self._hand_over([rgb])
+        return rgb
+
+    def frames_at(self, seconds: Iterable[float]) -> torch.Tensor:
+        """The frames on show at given times of the video's own clock: of each, the last one with a time at or before it.
+
+        Returns:
+            As :meth:`frames`.
+
+        Raises:
+            SampleError: when a time lies before the first frame or at or after the end of the last.
+        """
+        times = [float(time) for time in seconds]
+        start = self.info.start_seconds
+        end = start + self.info.duration_seconds
+        for time in times:
+            if not start - 1e-9 <= time < end:
+                raise SampleError(
+                    f"{self.info.path} shows nothing at {time} s: it runs from {start:.3f} s to {end:.3f} s",
+                    fix="ask for a time inside the video",
+                    path=self.info.path,
+                )
+        return self.frames([self._index.at(time) for time in times])
+
+    def planes(self, indices: Iterable[int]) -> list[FramePlanes]:
+        """Frames as the codec made them: stored orientation, chroma at its own size, no conversion.
+
+        Raises:
+            SampleError, DecodeError: as :meth:`frames`.
+        """
+        wanted = self._positions(indices)
+        if not wanted:
+            return []
+        plan = make_plan(self._index, wanted)
+        with torch.cuda.stream(self._engine.stream):
+            planes, _ = self._engine.decode(self._index, plan)
+            with stage("copy planes", self.info.path):
+                parts = [_right_aligned(plane, planes.format) for plane in (planes.y, planes.u, planes.v)]
+        self._hand_over(parts)
+        return [FramePlanes(*(part[slot] for part in parts)) for slot in plan.frame_map]
+
+    def _positions(self, wanted: Iterable[int]) -> list[int]:
+        length = len(self)
+        positions = []
+        for item in wanted:
+            position = operator.index(item)
+            if not -length <= position < length:
+                raise SampleError(
+                    f"{self.info.path} has no frame {position}: it has frames 0 to {length - 1}",
+                    fix="ask for a frame of the video",
+                    path=self.info.path,
+                )
+            positions.append(position % length)
+        return positions
+
+    def _hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
+        stream = self._engine.stream
+        if stream is not None:
+            with stage("hand-over", self.info.path):
+                hand_over(tensors, [stream.record_event()], torch.cuda.current_stream(self.device))
+
+    def close(self) -> None:
+        """Frees the decoder; a later read makes a new one."""
+        self._engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        info = self.info
+        return f"VideoReader({info.path!r}, {len(self)} frames, {info.width}x{info.height} {info.codec}, on {self.device})"
+
+
+def _right_aligned(plane: torch.Tensor, layout: PlaneFormat) -> torch.Tensor:
+    """A copy of a plane with its samples shifted down to bit 0."""
+    copy = plane.clone(memory_format=torch.contiguous_format)
+    if layout.shift == 0:
+        return copy
+    codes = copy.view(torch.int16).to(torch.int32) & 0xFFFF  # torch shifts signed integers only
+    return (codes >> layout.shift).to(torch.uint16)

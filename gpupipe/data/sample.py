@@ -1,0 +1,82 @@
+"""Which frames of a video make a clip. Works on the index alone: no pixel has been decoded yet."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from gpupipe.config import ClipConfig
+from gpupipe.data.index import VideoIndex
+from gpupipe.errors import SampleError
+from gpupipe.types import FramePick
+
+
+def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator, start_frame: int | None = None) -> FramePick:
+    """Picks the frames of one clip as ``config.sampling`` says, or from ``start_frame`` on where it is given.
+
+    Raises:
+        SampleError: when the video is too short and ``config.pad`` is ``error``, or ``start_frame`` is not one of its frames.
+    """
+    frames = index.info.frames
+    if start_frame is not None:
+        if not 0 <= start_frame < frames:
+            raise SampleError(
+                f"start_frame={start_frame} of {index.info.path}: the video has frames 0 to {frames - 1}",
+                fix="correct the row",
+                path=index.info.path,
+            )
+        real = _run(config, index, start_frame)
+    elif config.sampling in ("uniform", "stratified"):
+        real = _segments(config, frames, rng)
+    else:
+        real = _run(config, index, _random_start(config, index, rng))
+    return _pad(config, index, real)
+
+
+def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generator) -> int:
+    """A random first frame among those from which the whole clip fits; 0 when it fits nowhere."""
+    frames = index.info.frames
+    if config.fps is None:
+        last = frames - 1 - (config.frames - 1) * config.stride
+    else:
+        end = index.seconds[-1] - (config.frames - 1) / config.fps
+        last = int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
+    starts = index.keyframes if config.sampling == "keyframe" else np.arange(max(last + 1, 1))
+    fitting = starts[starts <= last]
+    return int(rng.choice(fitting)) if len(fitting) else int(starts[0]) if len(starts) else 0
+
+
+def _run(config: ClipConfig, index: VideoIndex, start: int) -> list[int]:
+    """Frames from ``start`` on by stride or by time, as many as the video has."""
+    if config.fps is None:
+        return list(range(start, index.info.frames, config.stride))[: config.frames]
+    times = index.seconds[start] + np.arange(config.frames) / config.fps
+    end = index.info.start_seconds + index.info.duration_seconds
+    return [index.at(time) for time in times if time < end - 1e-6 or time == times[0]]
+
+
+def _segments(config: ClipConfig, frames: int, rng: np.random.Generator) -> list[int]:
+    """One frame out of each of T equal segments; all frames in order where the video has fewer than T."""
+    if frames < config.frames:
+        return list(range(frames))
+    edges = np.arange(config.frames + 1) * frames / config.frames
+    if config.sampling == "uniform":
+        return [int(middle) for middle in (edges[:-1] + edges[1:]) / 2]
+    return [int(rng.integers(int(low), int(high))) for low, high in pairwise(edges)]
+
+
+def _pad(config: ClipConfig, index: VideoIndex, real: list[int]) -> FramePick:
+    missing = config.frames - len(real)
+    if missing and config.pad == "error":
+        raise SampleError(
+            f"{index.info.path} is too short: {index.info.frames} frames at {index.info.fps:.3g} fps give {len(real)} of the "
+            f"{config.frames} frames of a clip",
+            fix="use pad='repeat-last' or 'loop', fewer frames, or a smaller stride",
+            path=index.info.path,
+        )
+    if config.pad == "loop":
+        filled = [real[k % len(real)] for k in range(config.frames)]
+    else:
+        filled = real + [real[-1]] * missing
+    return FramePick(tuple(filled), (True,) * len(real) + (False,) * missing)

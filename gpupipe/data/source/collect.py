@@ -1,0 +1,77 @@
+"""One list of entries out of whatever names videos."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from gpupipe.config import PathLike, SourceConfig
+from gpupipe.data.source.tables import TABLES, read_table, row_entry
+from gpupipe.errors import SourceError
+from gpupipe.types import Entry
+
+Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
+"""A file, folder, glob pattern or table (.csv, .jsonl); a row (a mapping with path and columns); or a list of these."""
+
+
+def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
+    """Lists the videos in a fixed order: as given, folders and globs sorted by path.
+
+    Files inside a list or a table are not looked at here: a missing one is a bad file, met when its turn comes.
+
+    Raises:
+        SourceError: when ``videos`` is a path that does not exist, an empty folder, a pattern without matches, an unreadable
+            table, or of a type that names no videos.
+    """
+    if isinstance(videos, str | os.PathLike | Mapping):
+        entries = _one(videos, config, must_exist=True)
+    elif isinstance(videos, Iterable):
+        entries = [entry for item in videos for entry in _one(item, config, must_exist=False)]
+    else:
+        raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
+    if not entries:
+        raise SourceError("the list of videos is empty", fix="give at least one video")
+    return _label_by_folder(entries) if config.label_from == "folder" else entries
+
+
+def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
+    if isinstance(item, Mapping):
+        return [row_entry(item, config.path_column, base=Path(), where="a row of videos")]
+    if not isinstance(item, str | os.PathLike):
+        raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
+    path = os.fspath(item)
+    if os.path.isdir(path):
+        return _folder(path, config)
+    if os.path.isfile(path):
+        return read_table(path, config.path_column) if path.lower().endswith(TABLES) else [Entry(path)]
+    if glob.has_magic(path):
+        found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
+        if not found:
+            raise SourceError(f"no file matches {path!r}", fix="check the pattern; ** descends into folders")
+        return [Entry(p) for p in found]
+    if must_exist or path.lower().endswith(TABLES):
+        raise SourceError(f"{path} does not exist", fix="check the path; relative ones start at the working directory")
+    return [Entry(path)]
+
+
+def _folder(path: str, config: SourceConfig) -> list[Entry]:
+    found = []
+    for folder, subfolders, files in os.walk(path, followlinks=True):
+        subfolders[:] = sorted(subfolders) if config.recursive else []
+        found += [os.path.join(folder, name) for name in files if name.lower().endswith(config.extensions)]
+    if not found:
+        raise SourceError(
+            f"no videos in the folder {path} (looked for {', '.join(config.extensions)})",
+            fix="check the folder, or set SourceConfig.extensions",
+        )
+    return [Entry(p) for p in sorted(found)]
+
+
+def _label_by_folder(entries: list[Entry]) -> list[Entry]:
+    names = sorted({Path(entry.path).parent.name for entry in entries})
+    numbers = {name: number for number, name in enumerate(names)}
+    return [replace(entry, columns={"label": numbers[Path(entry.path).parent.name], **entry.columns}) for entry in entries]

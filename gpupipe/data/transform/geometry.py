@@ -1,0 +1,149 @@
+"""Where each output pixel's samples lie and what they weigh: the one definition that the reference and the kernel share.
+
+Along an axis of n outputs, a box from ``start`` of length n · ``scale`` (in samples; sample k covers k to k + 1) is resized by a
+triangle: output i is centred at c = start + scale (i + 1/2), sample x weighs max(0, 1 - |x + 1/2 - c| / support), for x in
+[low, high), and the weights are divided by their sum. ``support`` is max(1, scale) with antialias and 1 without. On a box of whole
+samples with low and high at its ends this is ``torch.nn.functional.interpolate(mode="bilinear", align_corners=False)`` of the
+cut-out box.
+
+Subsampled chroma is first brought to luma's positions, linearly between its two neighbours, its edge samples repeated. Both
+steps are linear, so a chroma sample's weight is the sum over luma positions of (resize weight · interpolation weight).
+
+Rotation, flips and resizing act on each axis alone. So all work is done along the stored axes; turning the frame means
+mirroring output indices and exchanging the axes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpupipe.data.transform.params import TransformParams
+from gpupipe.errors import GraphError
+from gpupipe.types import PlaneFormat, VideoInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One stored axis of the frame; positions in luma samples unless they say chroma."""
+
+    start: float
+    scale: float
+    support: float
+    low: int
+    high: int
+    outputs: int
+    mirror: bool
+    """Output pixel o is computed as index outputs - 1 - o."""
+    chroma_size: int
+    chroma_step: float
+    """Chroma samples a luma sample: 1, 1/2 or 1/4."""
+    chroma_offset: float
+    """Luma position of chroma sample 0."""
+
+    def max_taps(self) -> int:
+        """The most luma samples that an output reads."""
+        return min(self.high - self.low, math.ceil(2 * self.support) + 1)
+
+    def max_chroma_taps(self) -> int:
+        """The most chroma samples of one plane that an output reads."""
+        return min(self.chroma_size, int((self.max_taps() - 1) * self.chroma_step) + 3)
+
+    def band(self, begin: int, end: int, *, chroma: bool) -> tuple[int, NDArray[np.float32]]:
+        """Weights of indices begin … end - 1 as (first sample, (end - begin, samples) matrix)."""
+        index = np.arange(begin, end)
+        centre = self.start + self.scale * (index + 0.5)
+        first = np.maximum(self.low, np.floor(centre - self.support + 0.5).astype(np.int64))
+        last = np.minimum(self.high, np.floor(centre + self.support + 0.5).astype(np.int64))
+        sample = first[:, None] + np.arange(int((last - first).max()))
+        weight = np.maximum(0.0, 1 - np.abs(sample + 0.5 - centre[:, None]) / self.support)
+        weight[sample >= last[:, None]] = 0
+        weight /= weight.sum(axis=1, keepdims=True)
+        sample = np.minimum(sample, last[:, None] - 1)
+        if chroma:
+            place = np.clip((sample - self.chroma_offset) * self.chroma_step, 0, self.chroma_size - 1)
+            below = place.astype(np.int64)
+            share = place - below
+            sample = np.concatenate([below, np.minimum(below + 1, self.chroma_size - 1)], axis=1)
+            weight = np.concatenate([weight * (1 - share), weight * share], axis=1)
+        origin = int(sample.min())
+        width = int(sample.max()) - origin + 1
+        cell = (index - begin)[:, None] * width + (sample - origin)
+        flat = np.bincount(cell.ravel(), weights=weight.ravel(), minlength=len(index) * width)
+        return origin, flat.reshape(len(index), width).astype(np.float32)
+
+    def reach(self, *, chroma: bool) -> tuple[int, int]:
+        """(first, last + 1) of all samples that the outputs read."""
+        first, _ = self.band(0, 1, chroma=chroma)
+        origin, weights = self.band(self.outputs - 1, self.outputs, chroma=chroma)
+        return first, origin + weights.shape[1]
+
+    def copies(self, *, chroma: bool) -> bool:
+        """Whether output k simply is sample start + k."""
+        return self.scale == 1 and self.start == int(self.start) and not (chroma and self.chroma_step != 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A clip's sampling along the stored rows and columns.
+
+    Attributes:
+        rows: sampling of the stored rows (the vertical axis of the decoded frame).
+        columns: sampling of the stored columns.
+        transposed: output rows run along stored columns (rotation by 90 or 270 degrees).
+    """
+
+    rows: Axis
+    columns: Axis
+    transposed: bool
+
+
+def _subsampling(size: int, chroma_size: int) -> int:
+    for factor in (1, 2, 4):
+        if -(-size // factor) == chroma_size:
+            return factor
+    raise GraphError(f"{chroma_size} chroma samples for {size} luma samples: the transform knows ratios of 1, 2 and 4")
+
+
+def geometry(
+    info: VideoInfo, planes: PlaneFormat, params: TransformParams, size: tuple[int, int], *, antialias: bool = True
+) -> Geometry:
+    """Sampling of the stored frame for an output of ``size`` (height, width).
+
+    Raises:
+        GraphError: for a box outside the frame, planes of another size than ``info``'s, or an unknown chroma subsampling.
+    """
+    if (planes.height, planes.width) != (info.height, info.width):
+        raise GraphError(
+            f"planes of {planes.width}x{planes.height} for a video of {info.width}x{info.height}", path=info.path
+        )
+    transposed = info.rotation in (90, 270)
+    # Whether a display axis runs against its stored axis, for display rows and display columns.
+    against = {0: (False, False), 90: (False, True), 180: (True, True), 270: (True, False)}[info.rotation]
+    axes = []
+    for k, extent in enumerate(info.display_size):
+        start, length, low, span = params.crop[k], params.crop[k + 2], params.bounds[k], params.bounds[k + 2]
+        slack = 1e-6 * extent  # a window's ends are quotients, so they may miss the frame's edge by a rounding error
+        if not (0 <= low < low + span <= extent and length > 0 and low - slack <= start <= start + length <= low + span + slack):
+            raise GraphError(
+                f"crop {params.crop} within {params.bounds} does not fit a displayed frame of {info.display_size}",
+                path=info.path,
+            )
+        if against[k]:
+            start, low = extent - start - length, extent - low - span
+        along_rows = (k == 0) != transposed
+        chroma_size = planes.chroma_height if along_rows else planes.chroma_width
+        factor = _subsampling(extent, chroma_size)
+        cosited = info.chroma_location == "topleft" or (info.chroma_location == "left" and not along_rows)
+        scale = length / size[k]
+        axes.append(
+            Axis(
+                start=start, scale=scale, support=max(1.0, scale) if antialias else 1.0, low=low, high=low + span,
+                outputs=size[k], mirror=against[k] != (params.hflip and k == 1), chroma_size=chroma_size,
+                chroma_step=1 / factor, chroma_offset=0.0 if cosited else (factor - 1) / 2,
+            )
+        )  # fmt: skip
+    return Geometry(axes[1], axes[0], True) if transposed else Geometry(axes[0], axes[1], False)

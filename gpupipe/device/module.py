@@ -1,0 +1,89 @@
+"""CUDA C++ kernels by name: finding the sources, compiling them with NVRTC through CuPy and its disk cache."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpupipe.device.inventory import load
+from gpupipe.errors import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_compiling = threading.Lock()
+
+
+@functools.cache
+def cuda_source_dir() -> Path:
+    """The folder of the ``.cu`` files: ``cuda_src`` of a checkout, else the copy inside the installed package.
+
+    Raises:
+        DeviceError: when neither is there.
+    """
+    package_dir = Path(__file__).resolve().parents[1]
+    for folder in (package_dir.parent / "cuda_src", package_dir / "cuda_src"):
+        if any(folder.glob("*.cu")):
+            return folder
+    raise DeviceError(f"no CUDA sources beside or inside {package_dir}", fix="install gpupipe again: its wheel holds cuda_src")
+
+
+@functools.cache
+def _module(file: str, options: tuple[str, ...], gpu: int) -> Any:
+    cupy = load("cupy")
+    source = cuda_source_dir() / file
+    flags = ("-std=c++17", f"-I{source.parent}", *options)
+    return cupy.RawModule(code=source.read_text(encoding="utf-8"), options=flags)
+
+
+def kernel(file: str, name: str, options: tuple[str, ...] = ()) -> Any:
+    """The ``extern "C"`` kernel ``name`` of ``cuda_src/file`` for the current GPU, compiled on first use.
+
+    Compiled code is kept in CuPy's cache folder between processes.
+
+    Raises:
+        DeviceError: when CuPy, NVRTC or the CUDA headers are missing, or the source does not compile.
+    """
+    import torch
+
+    cupy = load("cupy")
+    with _compiling, cupy.cuda.Device(torch.cuda.current_device()):
+        try:
+            return _module(file, options, torch.cuda.current_device()).get_function(name)
+        except (cupy.cuda.compiler.CompileException, ImportError, OSError, RuntimeError) as error:
+            text = str(error)
+            headers = "cannot open source file" in text or "could not open source file" in text
+            what = "the CUDA headers are missing" if headers else "NVRTC could not compile it"
+            raise DeviceError(
+                f"kernel {name!r} of {file} is not available: {what}: {text[:2000]}",
+                fix="install CuPy with its headers: pip install 'cupy-cuda13x[ctk]' (cuda12x for a CUDA 12 driver), "
+                "or set CUDA_PATH to a CUDA toolkit",
+            ) from error
+
+
+def launch(function: Any, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], *, shared_bytes: int = 0) -> None:
+    """Launches on torch's current stream, which CuPy does not know by itself.
+
+    Args:
+        args: NumPy scalars or structured scalars, passed by value; pointers as ``numpy.uint64``.
+    """
+    import torch
+
+    cupy = load("cupy")
+    stream = torch.cuda.current_stream()
+    if shared_bytes > 48 * 1024:
+        function.max_dynamic_shared_size_bytes = shared_bytes
+    with cupy.cuda.Device(stream.device_index), _cupy_stream(stream.cuda_stream, stream.device_index):
+        function(grid, block, tuple(args), shared_mem=shared_bytes)
+
+
+@functools.lru_cache(maxsize=256)
+def _cupy_stream(handle: int, gpu: int) -> Any:
+    import torch
+
+    cupy = load("cupy")
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(torch.cuda.ExternalStream(handle, device=gpu))  # type: ignore[no-untyped-call]
+    return cupy.cuda.ExternalStream(handle, gpu)

@@ -1,0 +1,67 @@
+"""CUDA streams and the one rule by which a tensor goes from stream to stream.
+
+The rule: the consumer's stream waits for the producer's event, and the tensor's memory is marked as used by the consumer's
+stream, so that the caching allocator hands the block out again only after the consumer's work has passed. Nothing else in
+gpupipe waits for an event of another stream or marks memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from gpupipe.errors import DeviceMemoryError, GpupipeError, SyncError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def hand_over(tensors: Iterable[torch.Tensor], events: Iterable[torch.cuda.Event], consumer: torch.cuda.Stream) -> None:
+    """Makes ``tensors``, complete once ``events`` have passed, usable on ``consumer`` and safe to drop at any time.
+
+    CPU tensors are left alone. Does not block the host.
+    """
+    for event in events:
+        consumer.wait_event(event)
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(consumer)
+
+
+@contextmanager
+def stage(name: str, path: str | None = None) -> Iterator[None]:
+    """Names the stage in which CUDA failed.
+
+    Raises:
+        DeviceMemoryError: for out of memory inside the block.
+        SyncError: for any other CUDA fault inside the block.
+    """
+    try:
+        yield
+    except GpupipeError:
+        raise
+    except Exception as error:
+        import torch
+
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise DeviceMemoryError(
+                f"stage {name!r}: the GPU is out of memory: {error}",
+                fix="use a smaller batch or jitter depth, or free memory on this GPU",
+                path=path,
+            ) from error
+        if is_cuda_fault(error):
+            raise SyncError(
+                f"stage {name!r}: CUDA reported a fault: {error}",
+                fix="run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel; the process must be restarted",
+                path=path,
+            ) from error
+        raise
+
+
+def is_cuda_fault(error: BaseException) -> bool:
+    """True for errors that torch, CuPy or PyNvVideoCodec raise when the CUDA context reports a fault."""
+    if type(error).__name__ in ("AcceleratorError", "CUDARuntimeError", "CUDADriverError"):
+        return True
+    text = str(error)
+    return isinstance(error, RuntimeError) and ("CUDA error" in text or "CUDA_ERROR_" in text or "device-side assert" in text)

@@ -1,0 +1,94 @@
+"""Errors that a user of gpupipe can meet: each says what happened, to which file, and what to do about it."""
+
+from __future__ import annotations
+
+
+class GpupipeError(Exception):
+    """Base of all errors raised on purpose by gpupipe.
+
+    Args:
+        message: what happened, naming the file, the field or the argument.
+        fix: what the user can do about it.
+        path: the video or file concerned, if there is one.
+        time_seconds: the place in the video, in seconds of its own clock, if there is one.
+    """
+
+    code = "TT_ERR"
+
+    def __init__(
+        self, message: str, *, fix: str | None = None, path: str | None = None, time_seconds: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fix = fix
+        self.path = path
+        self.time_seconds = time_seconds
+
+    def __str__(self) -> str:
+        text = f"[{self.code}] {self.message}"
+        if self.path and self.path not in self.message:
+            text += f" (in {self.path}"
+            text += f" at {self.time_seconds:.3f} s)" if self.time_seconds is not None else ")"
+        if self.fix:
+            text += f"\n  What to do: {self.fix}"
+        return text
+
+
+class ConfigError(GpupipeError, ValueError):
+    """A setting has an unknown name or a value that cannot work."""
+
+    code = "TT_ERR_CONFIG"
+
+
+class SourceError(GpupipeError):
+    """The videos asked for cannot be found or listed."""
+
+    code = "TT_ERR_SOURCE"
+
+
+class OpenError(GpupipeError):
+    """A file cannot be opened as a video: unreadable, damaged at its head, or without a video stream."""
+
+    code = "TT_ERR_OPEN"
+
+
+class DecodeError(GpupipeError):
+    """A frame that was asked for could not be decoded."""
+
+    code = "TT_ERR_DECODE"
+
+
+class SampleError(GpupipeError, ValueError):
+    """The clip asked for does not exist in this video (too short under the padding policy ``error``)."""
+
+    code = "TT_ERR_SAMPLE"
+
+
+class DeviceError(GpupipeError):
+    """A device or a part of its software (driver, NVRTC, headers, a package) is not there."""
+
+    code = "TT_ERR_DEVICE"
+
+
+class DeviceMemoryError(GpupipeError):
+    """The device has not enough free memory for a buffer that the pipeline needs."""
+
+    code = "TT_ERR_MEMORY"
+
+
+class GraphError(GpupipeError):
+    """The pipeline's stages do not fit together (an output that no later stage can take)."""
+
+    code = "TT_ERR_GRAPH"
+
+
+class SyncError(GpupipeError):
+    """CUDA reported a fault on a stream of the pipeline; the stage that was running is named."""
+
+    code = "TT_ERR_SYNC"
+
+
+class ClosedError(GpupipeError):
+    """A loader or an iterator was used after it was closed or replaced by a newer one."""
+
+    code = "TT_ERR_CLOSED"

@@ -1,0 +1,241 @@
+"""What travels through the pipeline. Each object states its invariants and prints its shape, never its data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpupipe.data.transform.params import TransformParams
+
+Rotation = Literal[0, 90, 180, 270]
+
+
+@dataclass(frozen=True, slots=True)
+class VideoInfo:
+    """Facts of one video stream, from its container and its headers. ``None`` means that the stream does not say."""
+
+    path: str
+    container: str
+    codec: str
+    """FFmpeg's name: ``h264``, ``hevc``, ``vp9`` …"""
+    pix_fmt: str
+    """FFmpeg's name of the decoded samples' format: ``yuv420p``, ``yuv420p10le`` …"""
+    width: int
+    """Stored luma samples in a row, before display rotation."""
+    height: int
+    """Stored luma rows, before display rotation."""
+    frames: int
+    """Frames that the index can deliver, in display order 0 … frames - 1."""
+    time_base: Fraction
+    """Seconds a tick of pts."""
+    fps: float
+    """Average frames per second."""
+    start_seconds: float
+    """Time of the first frame; not always 0."""
+    duration_seconds: float
+    """From the first frame to the end of the last."""
+    rotation: Rotation = 0
+    """Degrees clockwise by which a stored frame is turned for display."""
+    bit_depth: int = 8
+    color_matrix: Literal["bt601", "bt709", "bt2020"] | None = None
+    color_range: Literal["limited", "full"] | None = None
+    chroma_location: Literal["left", "center", "topleft"] = "left"
+    """Where a 4:2:0 chroma sample lies among its luma samples; MPEG's ``left`` where the stream does not say."""
+    pixel_aspect: Fraction = Fraction(1)
+    interlaced: bool = False
+    variable_rate: bool = False
+
+    @property
+    def display_size(self) -> tuple[int, int]:
+        """(height, width) after rotation, without stretching by the pixel aspect."""
+        return (self.width, self.height) if self.rotation in (90, 270) else (self.height, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneFormat:
+    """How one decoded frame lies in memory: luma rows, then chroma rows, all with one pitch.
+
+    With ``interleaved`` chroma (NV12, P016) the chroma rows hold U V U V …; without, all U rows come before all V rows.
+    """
+
+    width: int
+    height: int
+    chroma_width: int
+    chroma_height: int
+    bits: int = 8
+    """Significant bits of a sample, 8 to 16."""
+    shift: int = 0
+    """Bits by which a sample is shifted up in its word: 16 - bits for P016, 0 for right-aligned samples."""
+    interleaved: bool = False
+
+    @property
+    def sample_bytes(self) -> int:
+        return 1 if self.bits == 8 else 2
+
+    @property
+    def rows(self) -> int:
+        """Rows of one frame, luma and chroma."""
+        return self.height + self.chroma_height * (1 if self.interleaved else 2)
+
+    @property
+    def row_samples(self) -> int:
+        """Samples that the widest row needs; the pitch may be larger."""
+        return max(self.width, self.chroma_width * (2 if self.interleaved else 1))
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Decoded frames of one video as the codec made them.
+
+    Attributes:
+        data: (N, rows, pitch) uint8 or uint16, one frame after the other, laid out as ``format`` says.
+        format: the layout of each frame.
+    """
+
+    data: torch.Tensor
+    format: PlaneFormat
+
+    def __post_init__(self) -> None:
+        assert self.data.ndim == 3, self.data.shape
+        assert self.data.shape[1] == self.format.rows, (self.data.shape, self.format)
+        assert self.data.shape[2] >= self.format.row_samples, (self.data.shape, self.format)
+
+    def __len__(self) -> int:
+        return int(self.data.shape[0])
+
+    @property
+    def y(self) -> torch.Tensor:
+        """(N, height, width), a view."""
+        return self.data[:, : self.format.height, : self.format.width]
+
+    @property
+    def u(self) -> torch.Tensor:
+        """(N, chroma_height, chroma_width), a view."""
+        return self._chroma(0)
+
+    @property
+    def v(self) -> torch.Tensor:
+        """(N, chroma_height, chroma_width), a view."""
+        return self._chroma(1)
+
+    def _chroma(self, which: int) -> torch.Tensor:
+        f = self.format
+        if f.interleaved:
+            return self.data[:, f.height : f.height + f.chroma_height, which : 2 * f.chroma_width : 2]
+        first = f.height + which * f.chroma_height
+        return self.data[:, first : first + f.chroma_height, : f.chroma_width]
+
+    def __repr__(self) -> str:
+        return f"Planes({tuple(self.data.shape)} {self.data.dtype} on {self.data.device}, {self.format})"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One video of the source with the columns of its row."""
+
+    path: str
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRequest:
+    """One clip to make: (seed, epoch, sample, attempt) fix the video, the frames and every random parameter."""
+
+    seed: int
+    epoch: int
+    sample: int
+    """Number of the sample in the epoch's global order, the same whatever the number of ranks."""
+    entry: int
+    """Position of the video in the source."""
+    attempt: int = 0
+    """0 for the sample itself, n for its n-th substitute."""
+
+
+@dataclass(frozen=True, slots=True)
+class FramePick:
+    """Which frames of a video make a clip.
+
+    Attributes:
+        indices: T display positions, repeats and any order allowed.
+        mask: T flags, False where padding stands in for a frame that the video does not have.
+    """
+
+    indices: tuple[int, ...]
+    mask: tuple[bool, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.indices) == len(self.mask) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class ClipRecord:
+    """How one clip of a batch came about: enough to make it again."""
+
+    path: str
+    request: ClipRequest
+    pick: FramePick
+    params: TransformParams
+    decoder: str
+    """``nvdec`` or ``cpu``."""
+
+
+class Batch(Mapping[str, "torch.Tensor"]):
+    """A mapping of tensors with one leading dimension B, so that ``model(**batch)`` and trainers can walk it.
+
+    Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
+    ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one; further numeric columns as asked for.
+
+    Attributes:
+        clips: one :class:`ClipRecord` a clip.
+        text: columns that are text, as lists of B strings.
+        epoch: the epoch that the batch belongs to, from 0.
+        index: position of the batch in its epoch, from 0.
+        substituted: paths that could not be used, one for each time that another sample stood in.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        clips: tuple[ClipRecord, ...],
+        *,
+        text: Mapping[str, list[str]] | None = None,
+        epoch: int = 0,
+        index: int = 0,
+        substituted: tuple[str, ...] = (),
+    ) -> None:
+        for name, tensor in tensors.items():
+            assert tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
+        self._tensors = dict(tensors)
+        self.clips = clips
+        self.text = dict(text or {})
+        self.epoch = epoch
+        self.index = index
+        self.substituted = substituted
+
+    @property
+    def paths(self) -> list[str]:
+        """The video of each clip."""
+        return [clip.path for clip in self.clips]
+
+    @property
+    def video(self) -> torch.Tensor:
+        return self._tensors["video"]
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self._tensors[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __repr__(self) -> str:
+        parts = [f"{k}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for k, t in self._tensors.items()]
+        device = self._tensors["video"].device if "video" in self._tensors else "?"
+        return f"Batch(epoch {self.epoch}, index {self.index}, {', '.join(parts)}, on {device})"
