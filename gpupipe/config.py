@@ -131,7 +131,8 @@ class TransformConfig(StageConfig):
     dtype: Literal["bfloat16", "float16", "float32", "uint8"] = "bfloat16"
     layout: Literal["NCTHW", "NTCHW"] = "NCTHW"
     untagged_matrix: Literal["auto", "bt601", "bt709"] = "auto"
-    """Colour matrix of streams that do not state one; ``auto``: BT.709 from 720 lines up, else BT.601."""
+    """Colour matrix of streams that do not state one; ``auto``: BT.709 where the shorter side has 720 pixels or more, else
+    BT.601."""
     untagged_range: Literal["limited", "full"] = "limited"
     """Sample range of streams that do not state one."""
 

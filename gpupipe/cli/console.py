@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+from gpupipe.errors import SourceError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -27,9 +31,14 @@ def tell(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def to_json(value: Any) -> str:
+    """The value as JSON; NaN and infinities, which JSON lacks, become null."""
+    return json.dumps(_finite(value), indent=2, default=str)
+
+
 def emit_json(value: Any) -> None:
-    """The result as JSON on stdout; NaN and infinities, which JSON lacks, become null."""
-    say(json.dumps(_finite(value), indent=2, default=str))
+    """The result as JSON on stdout."""
+    say(to_json(value))
 
 
 def _finite(value: Any) -> Any:
@@ -61,6 +70,20 @@ def say_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         say("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
+def existing(videos: Sequence[str]) -> list[str]:
+    """The videos named on a command line, each of which must be there.
+
+    In a list a loader takes a missing file for a bad one and goes on; a person who mistyped a name wants to be told.
+
+    Raises:
+        SourceError: for the first that is no file, folder or pattern.
+    """
+    for video in videos:
+        if not os.path.exists(video) and not glob.has_magic(video):
+            raise SourceError(f"{video} does not exist", fix="check the path; relative ones start at the working directory")
+    return list(videos)
+
+
 def size_text(count: float | None) -> str | None:
     """Bytes as MiB or GiB; None stays None."""
     if count is None:
@@ -69,7 +92,7 @@ def size_text(count: float | None) -> str | None:
 
 
 class Progress:
-    """A progress bar on stderr; where that is no terminal, a line every ten seconds and one at the end.
+    """A progress bar on stderr; where that is no terminal, a line at both ends and every ten seconds in between.
 
     Args:
         title: what is being done.
@@ -90,17 +113,20 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.fields[text]}"),
-                TimeElapsedColumn(), console=Console(stderr=True),
+                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                TextColumn("{task.fields[text]}"), TimeElapsedColumn(), console=Console(stderr=True),
             )  # fmt: skip
             self._bar.start()
             self._task = self._bar.add_task(self._title, total=self._total, text="")
+        else:
+            tell(f"{self._title} ...")
         return self
 
-    def update(self, done: float, text: str = "") -> None:
-        """Shows that ``done`` steps of the total are done."""
+    def update(self, done: float, text: str = "", total: float | None = None) -> None:
+        """Shows that ``done`` steps are done; ``total`` corrects the number of steps in all."""
+        self._total = self._total if total is None else total
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, text=text)
+            self._bar.update(self._task, completed=done, total=self._total, text=text)
             return
         of = f"/{self._total:g}" if self._total is not None else ""
         self._last = f"{self._title} {done:g}{of}{'  ' if text else ''}{text}"

@@ -110,14 +110,11 @@ def render_clip(motion: str, *, number: int, split: Literal["train", "val"] = "t
     rng = np.random.default_rng([seed, SPLITS.index(split), number])
     ground = _background(rng, size)
     shapes = [_draw_shape(rng, float(ground.mean())) for _ in range(2)]
-    clip = np.empty((frames, size, size, 3), np.uint8)
-    for index in range(frames):
-        picture = ground.copy()
-        for shape in shapes:
-            alpha = _coverage(shape, *shape.place(motion, index), size)[..., None]
-            picture = picture * (1 - alpha) + np.asarray(shape.colour) * alpha
-        clip[index] = np.clip(picture * 255 + 0.5, 0, 255).astype(np.uint8)
-    return clip
+    clip = np.repeat(ground[None].astype(np.float32), frames, axis=0)
+    for shape in shapes:
+        alpha = np.stack([_coverage(shape, *shape.place(motion, index), size) for index in range(frames)])[..., None]
+        clip += alpha * (np.asarray(shape.colour, np.float32) - clip)
+    return (clip.clip(0, 1) * 255 + 0.5).astype(np.uint8)
 
 
 def _background(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
@@ -129,7 +126,8 @@ def _background(rng: np.random.Generator, size: int) -> NDArray[np.float64]:
     grid = np.linspace(-0.5, 0.5, size)
     slope = np.clip(0.5 + grid[None, :] * math.cos(angle) + grid[:, None] * math.sin(angle), 0, 1)[..., None]
     blocks = np.kron(rng.normal(0, 0.05, (8, 8)), np.ones((-(-size // 8), -(-size // 8))))[:size, :size, None]
-    return np.clip(first * (1 - slope) + second * slope + blocks, 0, 1)
+    ground: NDArray[np.float64] = np.clip(first * (1 - slope) + second * slope + blocks, 0, 1)
+    return ground
 
 
 def _draw_shape(rng: np.random.Generator, ground: float) -> _Shape:
@@ -148,11 +146,11 @@ def _draw_shape(rng: np.random.Generator, ground: float) -> _Shape:
     )
 
 
-def _coverage(shape: _Shape, x: float, y: float, size: int) -> NDArray[np.float64]:
+def _coverage(shape: _Shape, x: float, y: float, size: int) -> NDArray[np.float32]:
     """(size, size) share of each pixel that the shape covers, from its signed distance; edges of the frame are joined."""
     import numpy as np
 
-    centres = (np.arange(size) + 0.5) / size
+    centres = (np.arange(size, dtype=np.float32) + 0.5) / size
     dx = np.abs((centres[None, :] - x + 0.5) % 1 - 0.5)
     dy = np.abs((centres[:, None] - y + 0.5) % 1 - 0.5)
     match shape.kind:
@@ -166,7 +164,8 @@ def _coverage(shape: _Shape, x: float, y: float, size: int) -> NDArray[np.float6
             outside = np.abs(np.hypot(dx, dy) - 0.75 * shape.radius) - 0.3 * shape.radius
         case _:  # cross
             outside = np.maximum(np.minimum(dx, dy) - 0.35 * shape.radius, np.maximum(dx, dy) - shape.radius)
-    return np.clip(0.5 - outside * size, 0, 1)
+    covered: NDArray[np.float32] = np.clip(0.5 - outside * size, 0, 1)
+    return covered
 
 
 def encoder() -> str:
@@ -179,12 +178,13 @@ def encoder() -> str:
 def write_video(pictures: NDArray[np.uint8], file: Path, *, codec: str | None = None) -> None:
     """Codes (T, H, W, 3) uint8 RGB pictures as an MP4 at 25 frames per second with a keyframe every 12 frames.
 
-    One thread and fixed settings, so that the same pictures make the same bytes with the same FFmpeg.
+    One thread and a fixed quantiser, so that the same pictures make the same bytes with the same FFmpeg: x264's rate control
+    does not repeat itself.
     """
     import av
 
     codec = codec or encoder()
-    options = {"preset": "veryfast", "crf": "20", "threads": "1"} if codec == "libx264" else {"qscale": "3", "threads": "1"}
+    options = {"preset": "veryfast", "qp": "22", "threads": "1"} if codec == "libx264" else {"qscale": "3", "threads": "1"}
     with av.open(str(file), "w") as container:
         stream: Any = container.add_stream(codec, rate=FPS, options=options)
         stream.height, stream.width = pictures.shape[1:3]

@@ -7,12 +7,12 @@ from torch import nn
 
 
 class TinyVideoNet(nn.Module):
-    """Four convolutions over time and space, then a mean over both and a linear layer: about 100 000 parameters.
+    """Four convolutions over time and space on the differences of neighbouring frames; about 190 000 parameters.
 
-    The first layer sees three frames at once, and time is not shrunk before the third: the order of frames is all that
-    tells the demo's classes apart.
+    In the differences what stands still falls away, so a few hundred clips suffice to learn motion. Time is not shrunk
+    before the third layer: the order of frames is all that tells the demo's classes apart.
 
-    Shapes: (B, 3, T, H, W) float in, (B, classes) logits out; any T >= 1 and any H, W >= 16.
+    Shapes: (B, 3, T, H, W) float in, (B, classes) logits out; any T >= 2 and any H, W.
     """
 
     def __init__(self, classes: int, width: int = 16) -> None:
@@ -26,7 +26,8 @@ class TinyVideoNet(nn.Module):
         self.head = nn.Linear(4 * width, classes)
 
     def forward(self, video: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.head(self.features(video).mean(dim=(2, 3, 4)))
+        motion = video[:, :, 1:] - video[:, :, :-1]
+        logits: torch.Tensor = self.head(self.features(motion).mean(dim=(2, 3, 4)))
         return logits
 
 

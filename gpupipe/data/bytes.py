@@ -7,6 +7,7 @@ error with a name, where a map would end the process with SIGBUS; and from the p
 from __future__ import annotations
 
 import os
+import stat
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -30,12 +31,13 @@ class Identity:
             OpenError: when it is missing, not a regular file, or may not be read.
         """
         try:
-            stat = os.stat(path)
-        except OSError as error:
+            facts = os.stat(path)
+        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
             raise _cannot_open(path, error) from error
-        if os.path.isdir(path):
-            raise OpenError(f"{path} is a folder, not a video", fix="name a file, or give the folder to VideoLoader")
-        return cls(os.path.abspath(path), stat.st_size, stat.st_mtime_ns)
+        if not stat.S_ISREG(facts.st_mode):  # opening a pipe would wait for ever
+            kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "not a regular file"
+            raise OpenError(f"{path} is {kind}, not a video", fix="name a file, or give a folder to VideoLoader", path=path)
+        return cls(os.path.abspath(path), facts.st_size, facts.st_mtime_ns)
 
 
 class LocalFile:
@@ -78,5 +80,6 @@ class LocalFile:
         self.close()
 
 
-def _cannot_open(path: str, error: OSError) -> OpenError:
-    return OpenError(f"cannot open {path}: {error.strerror or error}", fix="check the path and its permissions", path=path)
+def _cannot_open(path: str, error: OSError | ValueError) -> OpenError:
+    reason = getattr(error, "strerror", None) or error
+    return OpenError(f"cannot open {path}: {reason}", fix="check the path and its permissions", path=path)

@@ -66,10 +66,12 @@ class JitterBuffer(Generic[Item]):
         return number
 
     def put(self, number: int, item: Item) -> None:
-        """Hands in the batch of a reserved number; there is always room for it."""
+        """Hands in the batch of a reserved number; there is always room for it. A closed buffer lets go of it."""
         with self._changed:
             assert self._taken <= number < self._reserved, (self._taken, number, self._reserved)
             assert number not in self._ready, number
+            if self._closed:  # nobody will take it
+                return
             self._ready[number] = item
             self._changed.notify_all()
 

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
@@ -17,7 +18,7 @@ from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
-from gpupipe.data.source import Videos, collect, column_kinds
+from gpupipe.data.source import Videos, collect, column_kinds, start_frame
 from gpupipe.data.transform import ClipTransform
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
@@ -73,6 +74,8 @@ class VideoLoader:
         self.config = LoaderConfig(**{name: getattr(base, name) for name in LoaderConfig.model_fields} | overrides)
         self.device = resolve_device(self.config.device)
         entries = collect(videos, self.config.source)
+        for entry in entries:
+            start_frame(entry)  # a bad row is told now, not when its turn comes
         order = Order(len(entries), self.config.seed, self.config.shuffle, self.config.rank, self.config.world_size)
         self._batches = batch_count(len(order), self.config.batch)
         if self._batches == 0:
@@ -91,10 +94,14 @@ class VideoLoader:
             device=self.device,
             stream=stream,
             engines=_engines(self.config, self.device, self._telemetry),
+            index_workers=_index_workers(self.device),
             telemetry=self._telemetry,
         )
+        if stream is not None:
+            threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
         self._epoch = 0
         self._iterator: weakref.ref[BatchIterator] | None = None
+        self._pipeline: Pipeline | None = None
         self._owner = os.getpid()
         self._closed = False
         self._iterating = threading.Lock()
@@ -135,7 +142,8 @@ class VideoLoader:
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
             epoch, self._epoch = self._epoch, self._epoch + 1
             groups = group(self._job.order.requests(epoch), self.config.batch)
-            iterator = BatchIterator(Pipeline(self._job, groups, epoch), self._job)
+            self._pipeline = Pipeline(self._job, groups, epoch)
+            iterator = BatchIterator(self._pipeline, self._job)
             self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -161,7 +169,9 @@ class VideoLoader:
         iterator = self._iterator() if self._iterator is not None else None
         if iterator is not None:
             iterator.end(why)
-        self._iterator = None
+        if self._pipeline is not None:  # an iterator that was dropped has not waited for its threads, which use the engines
+            self._pipeline.stop()
+        self._iterator = self._pipeline = None
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +191,7 @@ class BatchIterator(Iterator[Batch]):
         self._job = job
         self._ended: str | None = None
         self._finished = False
-        self._stop = weakref.finalize(self, pipeline.stop)
+        weakref.finalize(self, pipeline.abandon)
 
     @property
     def occupancy(self) -> int:
@@ -213,7 +223,7 @@ class BatchIterator(Iterator[Batch]):
 
     def _finish(self) -> None:
         self._finished = True
-        self._stop()
+        self._pipeline.stop()
         if self._job.bad_files:
             names = ", ".join(sorted(self._job.bad_files)[:10])
             log.warning("%d files could not be used so far: %s (see VideoLoader.bad_files)", len(self._job.bad_files), names)
@@ -226,11 +236,22 @@ class BatchIterator(Iterator[Batch]):
         """Ends the pipeline; a later ``next()`` says why."""
         if not self._finished and self._ended is None:
             self._ended = why
-        self._stop()
+        self._pipeline.stop()
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _compile(transform: ClipTransform, device: torch.device) -> None:
+    """Compiles while the caller goes on and the first clips are decoded; what fails here fails again, and is told, there."""
+    with torch.cuda.device(device), suppress(DeviceError):
+        transform.compile()
+
+
+def _index_workers(device: torch.device) -> int:
+    """Processes that index ahead: half the cores beside NVDEC; none on the CPU, where decoding has use for every core."""
+    return 0 if device.type == "cpu" else max(1, min(8, cpu_quota() // 2))
 
 
 def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> list[DecodeEngine]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,11 +14,12 @@ from gpupipe.config import LoaderConfig
 from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
 from gpupipe.data.decode import DecodeEngine, Stopped
+from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
 from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator
 from gpupipe.data.plan import make_plan
 from gpupipe.data.sample import pick_frames
-from gpupipe.data.source.columns import Kind
+from gpupipe.data.source.columns import Kind, start_frame
 from gpupipe.data.transform import ClipTransform
 from gpupipe.device.stream import stage
 from gpupipe.errors import DecodeError, OpenError, SampleError
@@ -25,7 +28,6 @@ from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry
 
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
-_START_COLUMN = "start_frame"
 
 Ready = tuple[Batch, torch.cuda.Event | None]
 """A batch and the event that completes it; no event on the CPU."""
@@ -47,6 +49,7 @@ class Job:
     device: torch.device
     stream: torch.cuda.Stream | None
     engines: list[DecodeEngine]
+    index_workers: int
     telemetry: Telemetry
     bad_files: dict[str, str] = field(default_factory=dict)
 
@@ -59,19 +62,32 @@ class _Task:
     request: ClipRequest
 
 
+_running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """At interpreter exit: no thread may still be in FFmpeg or CUDA when these are taken down."""
+    for pipeline in list(_running):
+        pipeline.stop()
+
+
 class Pipeline:
     """Makes the batches of one epoch, with one thread for each of the job's engines."""
 
     def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
         self._job = job
         self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(job.config.jitter.depth, job.telemetry)
-        self._stop = threading.Event()
+        self._stopping = False
         self._pulling = threading.Lock()
+        paths = [job.entries[request.entry].path for requests in groups[first_batch:] for request in requests]
+        self._ahead = IndexAhead(paths, job.index_workers, skip=len(job.engines))
         self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
         self._threads = [
             threading.Thread(target=self._work, args=(engine,), name=f"gpupipe-clips-{number}", daemon=True)
             for number, engine in enumerate(job.engines)
         ]
+        _running.add(self)
         for thread in self._threads:
             thread.start()
 
@@ -93,21 +109,32 @@ class Pipeline:
         return ready
 
     def stop(self) -> None:
-        """Ends all threads and waits for them; safe to call again, and from any thread."""
-        self._stop.set()
+        """Ends all threads and waits for them; safe to call again, and from any thread but its own."""
+        self.abandon()
+        for thread in self._threads + self._ahead.threads:
+            thread.join()
+        with self._pulling:
+            self._tasks.close()  # lets go of the batch under construction
+
+    def abandon(self) -> None:
+        """Tells all threads to end, without waiting for them.
+
+        For finalizers: garbage collection may run one in any thread, one of this pipeline's own that holds a lock included, so
+        that waiting there could last for ever.
+        """
+        self._stopping = True
+        self._ahead.abandon()
         self._jitter.close()
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
 
     def _work(self, engine: DecodeEngine) -> None:
         """A thread's life: take the next clip, make it, and complete the batch if it was the last one."""
         try:
-            while not self._stop.is_set():
+            while not self._stopping:
                 with self._pulling:  # tasks are handed out in order, so that the oldest batch is finished first
                     task = next(self._tasks, None)
                 if task is None:
                     return
+                self._ahead.advance()
                 self._serve(engine, task)
         except (Stopped, Closed):
             return
@@ -147,10 +174,9 @@ class Pipeline:
         job, config = self._job, self._job.config
         with job.telemetry.span("index"):
             index = indices.load(entry.path)
-        start = entry.columns.get(_START_COLUMN)
-        pick = pick_frames(config.clip, index, clip_generator(request, FRAMES), None if start is None else int(start))
+        pick = pick_frames(config.clip, index, clip_generator(request, FRAMES), start_frame(entry))
         plan = make_plan(index, pick.indices)
-        planes, decoder = engine.decode(index, plan, self._stop.is_set)
+        planes, decoder = engine.decode(index, plan, lambda: self._stopping)
         params = job.transform.draw(index.info, clip_generator(request, AUGMENT))
         with stage("transform", entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
             out = task.assembly.slot(task.slot, engine.stream)
@@ -164,7 +190,7 @@ class Pipeline:
 
 def _tasks(
     job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, jitter: JitterBuffer[Ready | _Skipped]
-) -> Iterator[_Task]:
+) -> Generator[_Task]:
     """All clips of the epoch in order; blocks before a batch for which the jitter buffer has no room."""
     for position, requests in enumerate(groups[first_batch:], first_batch):
         number = jitter.reserve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,9 @@ def cuda_source_dir() -> Path:
 def _module(file: str, options: tuple[str, ...], gpu: int) -> Any:
     cupy = load("cupy")
     source = cuda_source_dir() / file
-    flags = ("-std=c++17", f"-I{source.parent}", *options)
+    headers = b"".join(header.read_bytes() for header in sorted(source.parent.glob("*.cuh")))
+    edition = zlib.crc32(headers)  # CuPy's disk cache goes by the source's own text and the options, not by what it includes
+    flags = ("-std=c++17", f"-I{source.parent}", f"-DGPUPIPE_HEADERS={edition}u", *options)
     return cupy.RawModule(code=source.read_text(encoding="utf-8"), options=flags)
 
 
@@ -84,6 +87,8 @@ def _cupy_stream(handle: int, gpu: int) -> Any:
     import torch
 
     cupy = load("cupy")
+    if handle == 0:  # torch's default stream is CUDA's legacy one, which CuPy has a name of its own for
+        return cupy.cuda.Stream.null
     if hasattr(cupy.cuda.Stream, "from_external"):
         return cupy.cuda.Stream.from_external(torch.cuda.ExternalStream(handle, device=gpu))  # type: ignore[no-untyped-call]
     return cupy.cuda.ExternalStream(handle, gpu)

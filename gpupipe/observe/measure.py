@@ -62,6 +62,8 @@ class Measurement:
     resources: ResourceUse
     batch_ends: tuple[float, ...] = field(default=(), repr=False)
     """When each batch arrived, in seconds since the clock started."""
+    batch_clips: tuple[int, ...] = field(default=(), repr=False)
+    """Clips of each batch."""
     waits: tuple[float, ...] = field(default=(), repr=False)
     """How long the loop waited for each batch, in seconds."""
 
@@ -173,6 +175,7 @@ class _Run:
         self.clips = self.frames = 0
         self.ends: list[float] = []
         self.waits: list[float] = []
+        self.sizes: list[int] = []
         self.decoders: dict[str, int] = {}
         self.substituted = 0
 
@@ -187,6 +190,7 @@ class _Run:
             self.frames += len(clip.pick.indices)
             self.decoders[clip.decoder] = self.decoders.get(clip.decoder, 0) + 1
         self.substituted += len(batch.substituted)
+        self.sizes.append(len(batch.clips))
         self.ends.append(arrived - self.start)
         self.waits.append(arrived - asked)
 
@@ -203,5 +207,5 @@ class _Run:
             wait_p50_seconds=quantile(self.waits, 0.5), wait_p99_seconds=quantile(self.waits, 0.99),
             packets_per_frame=packets / used if used else None, decoders=self.decoders, substituted=self.substituted,
             bad_files=dict(loader.bad_files), warmup_batches=warmup, epochs=epochs, resources=resources,
-            batch_ends=tuple(self.ends), waits=tuple(self.waits),
+            batch_ends=tuple(self.ends), batch_clips=tuple(self.sizes), waits=tuple(self.waits),
         )  # fmt: skip

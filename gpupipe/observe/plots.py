@@ -126,12 +126,14 @@ def training_curve(
         steps_per_epoch: to put both on one axis.
         target: drawn as a line in the accuracy's plot.
     """
+    from matplotlib.ticker import MaxNLocator
+
     figure, (top, middle, bottom) = _figure(3, (8, 8.5), title)
     epochs = np.arange(1, len(losses) + 1) / steps_per_epoch
     top.plot(epochs, losses, color=_BLUE, alpha=0.3, linewidth=1, label="each step")
-    ends = np.arange(steps_per_epoch, len(losses) + 1, steps_per_epoch)
+    ends = range(steps_per_epoch, len(losses) + 1, steps_per_epoch)
     means = [float(np.mean(losses[end - steps_per_epoch : end])) for end in ends]
-    top.plot(ends / steps_per_epoch, means, color=_BLUE, marker="o", markersize=4, label="mean of the epoch")
+    top.plot(range(1, len(means) + 1), means, color=_BLUE, marker="o", markersize=4, label="mean of the epoch")
     top.set_ylabel("training loss")
     top.set_ylim(bottom=0)
     top.legend(frameon=False)
@@ -147,6 +149,7 @@ def training_curve(
     bottom.set_xlabel("epoch")
     for axes in (top, middle, bottom):
         axes.set_xlim(0, max(1.0, len(losses) / steps_per_epoch) * 1.01)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     return _save(figure, file)
 
 
@@ -154,7 +157,7 @@ def bench_timeline(measurement: Measurement, file: Path, *, title: str = "") -> 
     """Draws a measurement over its time: delivered clips, the wait for each batch, and what machine and GPU were doing."""
     figure, (top, middle, bottom) = _figure(3, (8, 8.5), title)
     ends = np.asarray(measurement.batch_ends)
-    clips = np.arange(1, len(ends) + 1) * measurement.clips / max(1, len(ends))
+    clips = np.cumsum(measurement.batch_clips)
     top.plot(np.concatenate([[0.0], ends]), np.concatenate([[0.0], clips]), color=_BLUE)
     top.set_ylabel("clips delivered")
     top.set_ylim(bottom=0)

@@ -43,6 +43,8 @@ def _why_not_nvdec(info: VideoInfo, device: torch.device, mode: str) -> str | No
     if subsampling is None:
         return f"NVDEC does not put out {info.pix_fmt}"
     chroma = ":".join(subsampling[1])
+    if chroma == "4:2:0" and info.height % 2:
+        return f"odd height {info.height}: PyNvVideoCodec's surfaces have no room for the last chroma row"
     caps = nvdec_caps(device.index or 0, info.codec, chroma, info.bit_depth)
     if not caps.supported:
         return caps.reason

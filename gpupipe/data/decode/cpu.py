@@ -56,6 +56,7 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
                 packet = av.Packet(len(data))  # a packet of FFmpeg's own has the padding that decoders read into
                 packet.update(data)
                 packet.pts = packet.dts = number
+                packet.is_keyframe = bool(index.key[number])  # PNG adds a frame without it to the one before
                 collected.take(_decode(context, packet))
             collected.take(_decode(context, None))
     return collected.planes()
@@ -110,14 +111,17 @@ class _Collected:
             if slot is None or self._found[slot]:
                 continue
             layout, planes = frame_planes(frame)
+            info = self._index.info
+            if (layout.width, layout.height) != (info.width, info.height):
+                raise self._error(
+                    slot, f"is {layout.width}x{layout.height}, but the video began with {info.width}x{info.height}"
+                )
             if self._data is None or self._format is None:
                 self._format = layout
                 shape = (len(self._found), layout.rows, layout.row_samples)
                 self._data = np.empty(shape, np.uint8 if layout.sample_bytes == 1 else np.uint16)
             elif layout != self._format:
-                raise self._error(
-                    slot, f"is {layout.width}x{layout.height}, others of the clip {self._format.width}x{self._format.height}"
-                )
+                raise self._error(slot, f"has samples of another format ({frame.format.name}) than others of the clip")
             row = 0
             for plane in planes:
                 self._data[slot, row : row + plane.shape[0], : plane.shape[1]] = plane
@@ -149,7 +153,9 @@ def frame_planes(frame: VideoFrame) -> tuple[PlaneFormat, list[np.ndarray]]:
     subsampling = _SUBSAMPLING.get(name.removeprefix("yuvj").removeprefix("yuva").removeprefix("yuv")[:3])
     bits = frame.format.components[0].bits
     if subsampling is None or not name.startswith("yuv") or name.endswith("be"):
-        frame = frame.reformat(format="yuv444p16le" if bits > 8 else "yuv444p")
+        # Colour for RGB is what the index says of it, whatever range the stream claims; other formats keep their own.
+        color: dict[str, Any] = {"dst_color_range": "MPEG", "dst_colorspace": "ITU601"} if frame.format.is_rgb else {}
+        frame = frame.reformat(format="yuv444p16le" if bits > 8 else "yuv444p", **color)
         subsampling, bits = (1, 1), 16 if bits > 8 else 8
     width, height = frame.width, frame.height
     chroma_width, chroma_height = -(-width // subsampling[0]), -(-height // subsampling[1])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 from typing import Any, Self
 
 from gpupipe.data.bytes import LocalFile
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.index.build import open_video
+from gpupipe.data.index.build import open_video, whole_packets
 from gpupipe.data.plan import Pass
 from gpupipe.errors import DecodeError, OpenError
 
@@ -49,28 +49,30 @@ class PacketFeed:
             yield number, data
 
     def _demuxed(self, run: Pass) -> Iterator[tuple[int, bytes]]:
-        """Demuxes from a seek a little before the run, or from the start where a seek lands behind it."""
+        """Demuxes from a seek a little before the run, or from the start where a seek fails or lands behind it."""
+        import av
+
         index = self._index
-        for rewind in (False, True):
+        given = False
+        for rewind in (run.first == 0, True):
             container, stream = open_video(index.identity.path)
-            with container:
-                if not rewind and run.first > 0:
+            with container, suppress(av.error.FFmpegError):
+                number = 0 if rewind else None
+                if not rewind:
                     container.seek(int(index.pts[run.first]), stream=stream, backward=True, any_frame=False)
-                number = None if run.first > 0 and not rewind else 0
-                for packet in container.demux(stream):
-                    if not packet.size or packet.is_corrupt:
-                        continue
+                for packet in whole_packets(container, stream):
                     if number is None:
                         number = self._number_of(packet)
                         if number is None or number > run.first:
                             break
                     if number >= run.first:
+                        given = True
                         yield number, bytes(packet)
                     if number == run.last:
                         return
                     number += 1
-                else:
-                    break
+            if given:  # the file ends inside the run
+                break
         path = index.identity.path
         raise DecodeError(
             f"{path}: packets {run.first} to {run.last} are not found again", fix="is the file changing?", path=path

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from gpupipe.data.decode.cpu import Stop, Stopped, never
 from gpupipe.data.decode.feed import PacketFeed
@@ -18,14 +22,24 @@ from gpupipe.types import PlaneFormat, Planes
 if TYPE_CHECKING:
     import torch
 
-_CLASS = 256
-"""Decoders are made for sizes rounded up to this many pixels, so that streams of like size share one by reconfiguration."""
-_ALIGN = 64
-"""Coded sizes are multiples of at most this."""
+_CLASS = 64
+"""Decoders are made for sizes rounded up to this many pixels, so that streams of like size share one by reconfiguration. More
+room would be shared by more streams, but slows the decoding of small frames."""
+
+
+_BYTE_STREAMS = ("h264", "hevc")
+"""Codecs whose parser finds the pictures in any run of bytes by itself; the others want one picture a call."""
+_PACKETS_A_CALL = 64
+_BYTES_A_CALL = 64 << 20
+"""Bound on the decoded frames of one call, which the decoder holds all at once."""
 
 
 class Unsupported(Exception):
     """NVDEC gave up on this stream; the CPU can take it."""
+
+
+class _Miscounted(Exception):
+    """A run gave more or fewer frames than it has packets."""
 
 
 @dataclass
@@ -62,12 +76,23 @@ class NvdecDecoder:
             OpenError: when the file can no longer be read.
             Stopped: when ``stop()`` turned true.
         """
+        if index.info.codec in _BYTE_STREAMS:
+            try:
+                return self._decode(index, plan, stop, by_count=True)
+            except _Miscounted:  # damaged: ask the parser's times, packet by packet
+                pass
+        return self._decode(index, plan, stop, by_count=False)
+
+    def _decode(self, index: VideoIndex, plan: Plan, stop: Stop, *, by_count: bool) -> Planes:
         key, session = self._session(index)
         try:
-            target = _Target(index, plan, self._store)
+            target = _Target(index, plan, self._store, self._stream)
             with PacketFeed(index) as feed:
                 for run in plan.passes:
-                    self._run(session.decoder, index, feed, run, target, stop)
+                    if by_count and index.show_order[run.first] == index.show_order[run.first : run.last + 1].min():
+                        self._run_by_count(session.decoder, index, feed, run, target, stop)
+                    else:  # leading pictures: they come out or not as the decoder sees fit
+                        self._run_by_time(session.decoder, index, feed, run, target, stop)
             return target.planes()
         except BaseException as error:
             self._sessions.pop(key, None)  # its parser may hold half a stream
@@ -75,33 +100,64 @@ class NvdecDecoder:
                 raise Unsupported(_first_line(error)) from error
             raise
 
-    def _run(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
-        codec, length_size = index.info.codec, index.length_size
-        head = parameter_sets(codec, index.extradata) if codec in ("h264", "hevc") else b""
-        packet_data = self._nvc.PacketData
-        for number, data in feed.packets(run):
+    def _run_by_count(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
+        """Feeds many packets a call and tells frames apart by the order in which they come out, which is that of showing.
+
+        Each call gives up the interpreter lock and must win it back: at small frame sizes that costs more than the decode.
+        """
+        packets = run.first + np.argsort(index.show_order[run.first : run.last + 1])
+        expected = [target.slots.get(packet) for packet in packets.tolist()]
+        frame_bytes = index.info.width * index.info.height * 2
+        a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // frame_bytes))
+        shown = 0
+        data = self._byte_stream(index, feed, run)
+        while chunk := b"".join(islice(data, a_call)):
             if stop():
                 raise Stopped
+            shown = target.take_in_order(decoder.Decode(self._packet(chunk, 0)), expected, shown)
+        shown = target.take_in_order(decoder.Decode(self._end()), expected, shown)
+        if shown != len(expected):
+            raise _Miscounted
+
+    def _run_by_time(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
+        """Feeds packet by packet and tells frames apart by the number that each packet got for a time."""
+        numbers = index.show_order[run.first : run.last + 1].tolist()
+        slots = {number: target.slots.get(run.first + k) for k, number in enumerate(numbers)}
+        for number, data in zip(numbers, self._byte_stream(index, feed, run), strict=True):
+            if stop():
+                raise Stopped
+            for frame in decoder.Decode(self._packet(data, number)):
+                target.take(frame, slots.get(frame.getPTS()))
+        for frame in decoder.Decode(self._end()):
+            target.take(frame, slots.get(frame.getPTS()))
+
+    def _byte_stream(self, index: VideoIndex, feed: PacketFeed, run: Pass) -> Iterator[bytes]:
+        """Each packet of a run as NVDEC's parser wants it, the first one behind the parameter sets."""
+        codec, length_size = index.info.codec, index.length_size
+        head = parameter_sets(codec, index.extradata) if codec in _BYTE_STREAMS else b""
+        for number, data in feed.packets(run):
             try:
-                data = to_annexb(data, length_size, head)
+                yield to_annexb(data, length_size, head)
             except ValueError as error:
                 raise Unsupported(f"packet {number} is damaged: {error}") from error
             head = b""
-            packet = packet_data()
-            packet.bsl_data, packet.bsl = _address(data), len(data)
-            packet.pts = packet.dts = number
-            packet.key = int(index.key[number])
-            for frame in decoder.Decode(packet):
-                target.take(frame, self._stream)
-        end = packet_data()
-        end.bsl_data = end.bsl = 0
-        end.decode_flag = int(self._nvc.VideoPacketFlag.ENDOFSTREAM)
-        for frame in decoder.Decode(end):
-            target.take(frame, self._stream)
+
+    def _packet(self, data: bytes, time: int) -> Any:
+        packet = self._nvc.PacketData()
+        packet.bsl_data, packet.bsl = np.frombuffer(data, np.uint8).ctypes.data, len(data)
+        packet.pts = packet.dts = time
+        return packet
+
+    def _end(self) -> Any:
+        """An empty packet that makes the decoder put out all it holds; the next one starts a new sequence."""
+        packet = self._nvc.PacketData()
+        packet.bsl_data = packet.bsl = 0
+        packet.decode_flag = int(self._nvc.VideoPacketFlag.ENDOFSTREAM)
+        return packet
 
     def _session(self, index: VideoIndex) -> tuple[tuple[Any, ...], _Session]:
         info = index.info
-        room = tuple(-(-(side + _ALIGN) // _CLASS) * _CLASS for side in (info.width, info.height))
+        room = tuple(-(-side // _CLASS) * _CLASS for side in (info.width, info.height))
         key = (info.codec, info.pix_fmt, room)
         size = (info.width, info.height)
         session = self._sessions.get(key)
@@ -129,23 +185,38 @@ class NvdecDecoder:
 
 
 class _Target:
-    """Where a plan's frames go: copied out of the decoder's surfaces, which the next packet overwrites."""
+    """Where a plan's frames go: copied out of the decoder's surfaces, which its next call overwrites."""
 
-    def __init__(self, index: VideoIndex, plan: Plan, store: FrameStore) -> None:
+    def __init__(self, index: VideoIndex, plan: Plan, store: FrameStore, stream: torch.cuda.Stream) -> None:
+        self.slots = plan.slots
         self._index = index
         self._plan = plan
         self._store = store
+        self._stream = stream
         self._format: PlaneFormat | None = None
         self._found = [False] * len(plan.frames)
 
-    def take(self, frame: Any, stream: torch.cuda.Stream) -> None:
-        slot = self._plan.slots.get(frame.getPTS())
+    def take_in_order(self, frames: list[Any], expected: list[int | None], shown: int) -> int:
+        """Takes frames that follow the first ``shown`` of the ``expected`` ones; returns how many have been shown now.
+
+        Raises:
+            _Miscounted: when there are more frames than expected.
+        """
+        if shown + len(frames) > len(expected):
+            raise _Miscounted
+        for frame in frames:
+            self.take(frame, expected[shown])
+            shown += 1
+        return shown
+
+    def take(self, frame: Any, slot: int | None) -> None:
+        """Copies a frame into its slot; None for a frame that is not wanted."""
         if slot is None or self._found[slot]:
             return
         if self._format is None:
             self._format = self._layout(frame)
             self._store.reserve(len(self._found), self._format)
-        self._store.copy_surface(slot, frame.GetPtrToPlane(0), self._surface_pitch, stream)
+        self._store.copy_surface(slot, frame.GetPtrToPlane(0), self._surface_pitch, self._stream)
         self._found[slot] = True
 
     def _layout(self, frame: Any) -> PlaneFormat:
@@ -171,12 +242,6 @@ class _Target:
             missing = self._plan.frames[self._found.index(False)]
             raise Unsupported(f"NVDEC left out frame {missing}")
         return self._store.planes(len(self._found), self._format)
-
-
-def _address(data: bytes) -> int:
-    import numpy as np
-
-    return int(np.frombuffer(data, np.uint8).ctypes.data)
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import build, cache
@@ -14,26 +15,70 @@ __all__ = ["VideoIndex", "load"]
 _KEPT = 4096
 _lock = threading.Lock()
 _indices: OrderedDict[str, VideoIndex] = OrderedDict()
+_being_made: dict[str, threading.Lock] = {}
 
 
-def load(path: str) -> VideoIndex:
+def load(path: str, make: Callable[[Identity], VideoIndex] = build.build) -> VideoIndex:
     """The index of a video: from memory, from the cache folder, or made now (and kept in both).
+
+    Args:
+        path: the video.
+        make: makes an index that is in neither.
+
+    Threads that ask for the same video at once wait for one of them to make it.
 
     Raises:
         OpenError: when the file cannot be opened as a video.
     """
     identity = Identity.of(path)
+    index = _remembered(identity)
+    if index is not None:
+        return index
     with _lock:
-        index = _indices.get(identity.path)
-        if index is not None and index.identity == identity:
-            _indices.move_to_end(identity.path)
-            return index
+        making = _being_made.setdefault(identity.path, threading.Lock())
+    try:
+        with making:
+            return _remembered(identity) or _read_or_make(identity, make)
+    finally:
+        with _lock:
+            _being_made.pop(identity.path, None)
+
+
+def known(path: str) -> bool:
+    """True when the index of a video is at hand or can be read from the cache folder, which it then is.
+
+    Raises:
+        OpenError: when the file is not there.
+    """
+    identity = Identity.of(path)
+    if _remembered(identity) is None:
+        index = cache.read(identity)
+        if index is None:
+            return False
+        _remember(index)
+    return True
+
+
+def _read_or_make(identity: Identity, make: Callable[[Identity], VideoIndex]) -> VideoIndex:
     index = cache.read(identity)
     if index is None:
-        index = build.build(identity)
+        index = make(identity)
         cache.write(index)
+    _remember(index)
+    return index
+
+
+def _remember(index: VideoIndex) -> None:
     with _lock:
-        _indices[identity.path] = index
+        _indices[index.identity.path] = index
         while len(_indices) > _KEPT:
             _indices.popitem(last=False)
-    return index
+
+
+def _remembered(identity: Identity) -> VideoIndex | None:
+    with _lock:
+        index = _indices.get(identity.path)
+        if index is None or index.identity != identity:
+            return None
+        _indices.move_to_end(identity.path)
+        return index

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,6 +26,10 @@ _DATA_AFTER_POS = {"matroska,webm": 4, "flv": 16}
 _MATRICES = {1: "bt709", 4: "bt601", 5: "bt601", 6: "bt601", 9: "bt2020", 10: "bt2020"}
 """FFmpeg's colour space numbers (ITU-T H.273 table 4); 2 and the rest: not stated or not known here."""
 _RANGES = {1: "limited", 2: "full"}
+_WINDOW_BYTES = 4 << 20
+_building = threading.Semaphore(2)
+"""Builds in one process at a time: a demux gives up the interpreter lock at each packet, so that many side by side spend
+their time winning it back."""
 _PROGRESSIVE = (0, 1)
 """FFmpeg's field orders "unknown" and "progressive"."""
 
@@ -59,12 +65,14 @@ def build(identity: Identity) -> VideoIndex:
     import av
 
     path = identity.path
-    container, stream = open_video(path)
-    with container:
-        try:
-            return _build(identity, container, stream)
-        except av.error.FFmpegError as error:
-            raise OpenError(f"{path} cannot be indexed: {error.strerror}", fix="is the file whole?", path=path) from error
+    with _building:
+        container, stream = open_video(path)
+        with container:
+            try:
+                return _build(identity, container, stream)
+            except av.error.FFmpegError as error:
+                message = f"{path} cannot be indexed: {error.strerror}"
+                raise OpenError(message, fix="is the file whole?", path=path) from error
 
 
 def _build(identity: Identity, container: InputContainer, stream: VideoStream) -> VideoIndex:
@@ -77,10 +85,11 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
     rows: list[tuple[int, int, int | None, int | None, bool, bool, bool]] = []
     first: Any = None
     with LocalFile(identity.path) as file:
-        for packet in _packets(container, stream):
+        window = _Window(file)
+        for packet in whole_packets(container, stream):
             data = bytes(packet)
             at = -1 if packet.pos is None or packet.pos < 0 else packet.pos + offset
-            if at >= 0 and file.read(at, len(data)) != data:
+            if at >= 0 and not window.holds(at, data):
                 at = -1
             start = packet.is_keyframe and is_start_point(codec, data, length_size)
             rows.append((at, len(data), packet.pts, packet.dts, packet.is_keyframe, start, not packet.is_discard))
@@ -113,17 +122,41 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
     return VideoIndex(identity, info, stream.index, position, size, pts, key, starts, display, seconds, extradata, length_size)
 
 
-def _packets(container: InputContainer, stream: VideoStream) -> list[Packet[Any]]:
-    """All whole packets; where the file is cut, those before the cut."""
+class _Window:
+    """A moving piece of a file to compare packets with: one read serves many of them."""
+
+    def __init__(self, file: LocalFile) -> None:
+        self._file = file
+        self._start = 0
+        self._bytes = b""
+
+    def holds(self, position: int, data: bytes) -> bool:
+        """True when the file has ``data`` at ``position``."""
+        if not self._start <= position <= position + len(data) <= self._start + len(self._bytes):
+            self._start = position
+            self._bytes = self._file.read(position, max(len(data), _WINDOW_BYTES))
+        at = position - self._start
+        return self._bytes[at : at + len(data)] == data
+
+
+def whole_packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet[Any]]:
+    """All whole packets, one at a time; where the file is cut, those before the cut."""
     import av
 
-    found: list[Packet[Any]] = []
-    try:
-        found += [packet for packet in container.demux(stream) if packet.size and not packet.is_corrupt]
-    except av.error.FFmpegError:
-        if not found:
-            raise
-    return found
+    found = False
+    while True:
+        try:
+            for packet in container.demux(stream):
+                if packet.size and not packet.is_corrupt:
+                    found = True
+                    yield packet
+            return
+        except IndexError:  # a packet of a stream that the header does not have, which PyAV cannot name: read on behind it
+            continue
+        except av.error.FFmpegError:
+            if not found:
+                raise
+            return
 
 
 def _decode(context: Any, packet: Packet[Any] | None) -> list[Any]:
@@ -142,7 +175,7 @@ def _display_by_decoding(path: str) -> np.ndarray[Any, np.dtype[np.int64]]:
         context = stream.codec_context
         context.thread_count = 1
         found: list[int] = []
-        for number, packet in enumerate(_packets(container, stream)):
+        for number, packet in enumerate(whole_packets(container, stream)):
             packet.pts = packet.dts = number
             found += [frame.pts for frame in _decode(context, packet) if frame.pts is not None]
         found += [frame.pts for frame in _decode(context, None) if frame.pts is not None]

@@ -51,13 +51,18 @@ def read(identity: Identity) -> VideoIndex | None:
     except OSError:
         return None
     try:
-        return _parse(data, identity)
+        return parse(data, identity)
     except (ValueError, KeyError, TypeError) as error:
         log.warning("the cached index of %s is damaged and is made again: %s", identity.path, error)
         return None
 
 
-def _parse(data: bytes, identity: Identity) -> VideoIndex | None:
+def parse(data: bytes, identity: Identity) -> VideoIndex | None:
+    """The index in an index file's bytes; None when it is of another version of the file.
+
+    Raises:
+        ValueError, KeyError, TypeError: when the bytes are damaged.
+    """
     if not data.startswith(_MAGIC):
         raise ValueError("wrong magic or version")
     body, digest = data[:-8], data[-8:]
@@ -79,8 +84,8 @@ def _parse(data: bytes, identity: Identity) -> VideoIndex | None:
     return VideoIndex(identity, info, header["stream"], extradata=extradata, length_size=header["length_size"], **arrays)
 
 
-def write(index: VideoIndex) -> None:
-    """Stores the index; a cache that cannot be written is no error."""
+def serialise(index: VideoIndex) -> bytes:
+    """The bytes of an index file."""
     arrays = [getattr(index, name) for name in _ARRAYS]
     facts = asdict(index.info)
     header = {
@@ -93,13 +98,18 @@ def write(index: VideoIndex) -> None:
     }
     text = json.dumps(header).encode()
     body = b"".join([_MAGIC, len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
+    return body + hashlib.blake2b(body, digest_size=8).digest()
+
+
+def write(index: VideoIndex) -> None:
+    """Stores the index; a cache that cannot be written is no error."""
     target = file_of(index.identity)
     part = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, part = tempfile.mkstemp(dir=target.parent, suffix=".part")
         with os.fdopen(handle, "wb") as file:
-            file.write(body + hashlib.blake2b(body, digest_size=8).digest())
+            file.write(serialise(index))
         os.replace(part, target)
     except OSError as error:
         log.debug("the index of %s is not cached: %s", index.identity.path, error)

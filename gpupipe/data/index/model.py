@@ -57,9 +57,10 @@ class VideoIndex:
         """(F,) the packet from which a decode must start to get each frame.
 
         The last start point at or before the frame's packet that is not shown after it: a leading picture, shown before its
-        start point, belongs to the one before.
+        start point, belongs to the one before. Frames that no start point serves (the file begins amid a group of pictures) are
+        tried from the first packet on.
         """
-        starts = np.flatnonzero(self.start)
+        starts = np.union1d([0], np.flatnonzero(self.start))
         last = np.maximum(np.searchsorted(starts, self.display, side="right") - 1, 0)
         shown = np.full(len(self.pts), np.iinfo(np.int64).max, np.int64)  # packets that show nothing are shown "never"
         shown[self.display] = np.arange(len(self.display))
@@ -68,6 +69,17 @@ class VideoIndex:
             if not early.any():
                 return starts[last]
             last = last - early
+
+    @cached_property
+    def show_order(self) -> Int64s:
+        """(P,) a number for each packet, all different and rising in the order in which frames are shown.
+
+        What decoders get for a time: NVDEC's parser hands times out again in rising order, so that numbers in another order
+        would come back on the wrong frames.
+        """
+        order: Int64s = np.empty(len(self.pts), np.int64)
+        order[np.lexsort((np.arange(len(self.pts)), self.pts))] = np.arange(len(self.pts))
+        return order
 
     @cached_property
     def keyframes(self) -> Int64s:

@@ -40,7 +40,7 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
 
 def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if isinstance(item, Mapping):
-        return [row_entry(item, config.path_column, base=Path(), where="a row of videos")]
+        return [row_entry(item, config.path_column, base="", where="a row of videos")]
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
     path = os.fspath(item)
@@ -59,10 +59,17 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
 
 
 def _folder(path: str, config: SourceConfig) -> list[Entry]:
-    found = []
+    found: list[str] = []
+    visited: set[str] = set()
+    extensions = tuple(extension.lower() for extension in config.extensions)
     for folder, subfolders, files in os.walk(path, followlinks=True):
-        subfolders[:] = sorted(subfolders) if config.recursive else []
-        found += [os.path.join(folder, name) for name in files if name.lower().endswith(config.extensions)]
+        real = os.path.realpath(folder)
+        if real in visited or not config.recursive:  # links may lead around in a circle
+            subfolders.clear()
+        subfolders.sort()  # so that of two ways to a folder the same is taken everywhere
+        if real not in visited:
+            found += [os.path.join(folder, name) for name in files if name.lower().endswith(extensions)]
+        visited.add(real)
     if not found:
         raise SourceError(
             f"no videos in the folder {path} (looked for {', '.join(config.extensions)})",

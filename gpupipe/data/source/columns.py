@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import Literal
 
@@ -10,14 +11,21 @@ from gpupipe.types import Entry
 
 Kind = Literal["int", "float", "text"]
 
+START_COLUMN = "start_frame"
+_TAKEN = ("video", "pts_seconds", "mask")
+"""Names of a batch's own tensors."""
+
 
 def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
     """The kind of each column asked for, and of ``label`` where any row has one.
 
     Raises:
-        SourceError: when a row lacks a column, or a label is not a number.
+        SourceError: when a row lacks a column, a label is not a number, or a name is one of the batch's own tensors.
     """
     wanted = list(dict.fromkeys(names))
+    taken = [name for name in wanted if name in _TAKEN]
+    if taken:
+        raise SourceError(f"column {taken[0]!r} has the name of a tensor of the batch", fix="name the column differently")
     if "label" not in wanted and any("label" in entry.columns for entry in entries):
         wanted.insert(0, "label")
     kinds = {name: _kind(entries, name) for name in wanted}
@@ -29,16 +37,33 @@ def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
 def _kind(entries: list[Entry], name: str) -> Kind:
     kind: Kind = "int"
     for entry in entries:
-        if name not in entry.columns:
+        value = entry.columns.get(name)
+        if value is None:
             have = ", ".join(map(str, entry.columns)) or "none"
             raise SourceError(
-                f"{entry.path} has no column {name!r} (its columns: {have})", fix="fill it in, or do not ask for it"
+                f"{entry.path} has no value in column {name!r} (its columns: {have})", fix="fill it in, or do not ask for it"
             )
-        value = entry.columns[name]
-        if isinstance(value, bool | int):
+        if isinstance(value, int) and -(2**63) <= value < 2**63:
             continue
         if isinstance(value, float):
             kind = "float"
         else:
             return "text"
     return kind
+
+
+def start_frame(entry: Entry) -> int | None:
+    """Where the clip of a row starts, None where the row does not say.
+
+    Raises:
+        SourceError: when its ``start_frame`` is not a whole number.
+    """
+    value = entry.columns.get(START_COLUMN)
+    if value is None or value == "":
+        return None
+    try:
+        return int(value) if isinstance(value, str) else operator.index(value)
+    except (TypeError, ValueError):
+        raise SourceError(
+            f"start_frame={value!r} of {entry.path} is not a whole number", fix="count frames from 0, or leave the cell empty"
+        ) from None

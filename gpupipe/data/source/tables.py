@@ -6,7 +6,6 @@ import csv
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from gpupipe.errors import SourceError
@@ -16,32 +15,43 @@ TABLES = (".csv", ".jsonl", ".ndjson")
 
 
 def read_table(path: str, path_column: str) -> list[Entry]:
-    """Reads a table with a header (CSV) or one JSON object a line; cells that are numbers become numbers.
+    """Reads a table with a header (CSV) or one JSON object a line; a CSV column of nothing but numbers becomes numbers.
 
     Raises:
         SourceError: naming the file and the line that is wrong.
     """
-    base = Path(path).parent
-    entries = []
+    base = os.path.dirname(path)
+    rows: list[tuple[int, dict[str, Any]]] = []
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             if path.lower().endswith(".csv"):
-                rows = csv.DictReader(file)
-                for row in rows:
-                    cells = {name: _number(cell) if name != path_column else cell for name, cell in row.items() if name}
-                    entries.append(row_entry(cells, path_column, base, f"{path} line {rows.line_num}"))
+                rows = _csv_rows(csv.DictReader(file), path, path_column)
             else:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        entries.append(row_entry(_parse(line, path, number), path_column, base, f"{path} line {number}"))
+                rows = [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a UTF-8 table") from error
-    if not entries:
+    if not rows:
         raise SourceError(f"the table {path} has no rows", fix=f"give a header with {path_column!r} and one row a video")
-    return entries
+    return [row_entry(row, path_column, base, f"{path} line {number}") for number, row in rows]
 
 
-def row_entry(row: Mapping[str, Any], path_column: str, base: Path, where: str) -> Entry:
+def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for row in reader:
+        if None in row or None in row.values():  # how DictReader tells of cells too many, and too few
+            raise SourceError(
+                f"{path} line {reader.line_num} has not as many cells as the header", fix="quote cells that hold commas"
+            )
+        rows.append((reader.line_num, dict(row)))
+    for name in reader.fieldnames or ():
+        numbers = [_number(row[name]) for _, row in rows] if name != path_column else [None]
+        if None not in numbers:  # a column as a whole: "007" next to "a7" is a name, not a seven
+            for (_, row), number in zip(rows, numbers, strict=True):
+                row[name] = number
+    return rows
+
+
+def row_entry(row: Mapping[str, Any], path_column: str, base: str, where: str) -> Entry:
     """The entry of one row; its path is taken relative to ``base``.
 
     Raises:
@@ -66,10 +76,10 @@ def _parse(line: str, path: str, number: int) -> dict[str, Any]:
     return value
 
 
-def _number(cell: str | None) -> Any:
+def _number(cell: str) -> int | float | None:
     for kind in (int, float):
         try:
-            return kind(cell)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+            return kind(cell) if "_" not in cell else None  # Python reads 2024_01 as a number; tables do not
+        except ValueError:
             continue
-    return cell
+    return None

@@ -1,7 +1,7 @@
 """From decoded planes to clips: draw the parameters, fold them, and write the result straight into the batch.
 
-``params`` draws, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference`` applies that in
-torch on the CPU and ``kernel`` in one CUDA launch.
+``params`` draws, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference`` applies
+that in torch on the CPU and ``kernel`` in one CUDA launch.
 """
 
 from __future__ import annotations
@@ -53,6 +53,14 @@ class ClipTransform:
             self._gain = 1 / np.array(config.std)
             self._bias = -np.array(config.mean) / np.array(config.std)
 
+    def compile(self) -> None:
+        """Makes the CUDA kernel for 8-bit video ready ahead of the first clip.
+
+        Raises:
+            DeviceError: when it cannot be compiled here.
+        """
+        kernel.compile_for(1, self.dtype)
+
     def draw(self, info: VideoInfo, rng: np.random.Generator) -> TransformParams:
         """Draws one clip's crop and flip; generators in equal states give equal parameters."""
         return drawing.draw(self.config, info.display_size, rng)
@@ -88,13 +96,11 @@ class ClipTransform:
         _run(planes, info, sampling, color, frame_map, out.transpose(0, 1) if config.layout == "NCTHW" else out)
 
 
-def to_rgb(
-    planes: Planes, info: VideoInfo, *, untagged_matrix: str = "auto", untagged_range: str = "limited"
-) -> torch.Tensor:
+def to_rgb(planes: Planes, info: VideoInfo, *, untagged_matrix: str = "auto", untagged_range: str = "limited") -> torch.Tensor:
     """All frames of ``planes`` as (N, 3, H, W) uint8 RGB of the displayed size, on the planes' device.
 
-    Display rotation is applied, pixel aspect is not; deep samples are scaled to 8 bits without tone mapping. Values are rounded to
-    nearest. ``untagged_matrix`` and ``untagged_range`` mean what they mean in :class:`TransformConfig`.
+    Display rotation is applied, pixel aspect is not; deep samples are scaled to 8 bits without tone mapping. Values are rounded
+    to nearest. ``untagged_matrix`` and ``untagged_range`` mean what they mean in :class:`TransformConfig`.
     """
     matrix = rgb_from_codes(info, planes.format, untagged_matrix=untagged_matrix, untagged_range=untagged_range)
     color = Color(matrix.astype(np.float32), np.full(3, 255, np.float32), np.zeros(3, np.float32))

@@ -19,8 +19,8 @@ luminance); Kg is the rest. SMPTE 170M and BT.470 BG share BT.601's."""
 def matrix_name(info: VideoInfo, untagged: str) -> str:
     """The stream's matrix, or for an untagged stream the one asked for.
 
-    ``auto`` is BT.709 where the shorter side has 720 pixels or more, else BT.601: HD is mastered in BT.709 and SD in BT.601, and
-    the shorter side is the number of lines whichever way a phone was held.
+    ``auto`` is BT.709 where the shorter side has 720 pixels or more, else BT.601: HD is mastered in BT.709 and SD in BT.601,
+    and the shorter side is the number of lines whichever way a phone was held.
     """
     if info.color_matrix is not None:
         return info.color_matrix

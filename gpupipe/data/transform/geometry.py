@@ -1,10 +1,10 @@
 """Where each output pixel's samples lie and what they weigh: the one definition that the reference and the kernel share.
 
-Along an axis of n outputs, a box from ``start`` of length n · ``scale`` (in samples; sample k covers k to k + 1) is resized by a
-triangle: output i is centred at c = start + scale (i + 1/2), sample x weighs max(0, 1 - |x + 1/2 - c| / support), for x in
-[low, high), and the weights are divided by their sum. ``support`` is max(1, scale) with antialias and 1 without. On a box of whole
-samples with low and high at its ends this is ``torch.nn.functional.interpolate(mode="bilinear", align_corners=False)`` of the
-cut-out box.
+Along an axis of n outputs, a box from ``start`` of length n · ``scale`` (in samples; sample k covers k to k + 1) is resized by
+a triangle: output i is centred at c = start + scale (i + 1/2), sample x weighs max(0, 1 - |x + 1/2 - c| / support), for x in
+[low, high), and the weights are divided by their sum. ``support`` is max(1, scale) with antialias and 1 without. On a box of
+whole samples with low and high at its ends this is ``torch.nn.functional.interpolate(mode="bilinear", align_corners=False)``
+of the cut-out box.
 
 Subsampled chroma is first brought to luma's positions, linearly between its two neighbours, its edge samples repeated. Both
 steps are linear, so a chroma sample's weight is the sum over luma positions of (resize weight · interpolation weight).
@@ -117,9 +117,7 @@ def geometry(
         GraphError: for a box outside the frame, planes of another size than ``info``'s, or an unknown chroma subsampling.
     """
     if (planes.height, planes.width) != (info.height, info.width):
-        raise GraphError(
-            f"planes of {planes.width}x{planes.height} for a video of {info.width}x{info.height}", path=info.path
-        )
+        raise GraphError(f"planes of {planes.width}x{planes.height} for a video of {info.width}x{info.height}", path=info.path)
     transposed = info.rotation in (90, 270)
     # Whether a display axis runs against its stored axis, for display rows and display columns.
     against = {0: (False, False), 90: (False, True), 180: (True, True), 270: (True, False)}[info.rotation]
@@ -127,7 +125,8 @@ def geometry(
     for k, extent in enumerate(info.display_size):
         start, length, low, span = params.crop[k], params.crop[k + 2], params.bounds[k], params.bounds[k + 2]
         slack = 1e-6 * extent  # a window's ends are quotients, so they may miss the frame's edge by a rounding error
-        if not (0 <= low < low + span <= extent and length > 0 and low - slack <= start <= start + length <= low + span + slack):
+        inside = low - slack <= start and start + length <= low + span + slack
+        if not (0 <= low < low + span <= extent and length > 0 and inside):
             raise GraphError(
                 f"crop {params.crop} within {params.bounds} does not fit a displayed frame of {info.display_size}",
                 path=info.path,

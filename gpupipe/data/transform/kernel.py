@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +27,13 @@ _ALIGNED_ROWS = BASE_BYTES // PITCH_BYTES
 """A texture may start at any multiple of so many rows, whatever the pitch."""
 _BLOCKS = 1024
 """Blocks that fill the largest GPU; beyond that a block makes several frames with the weights it has worked out."""
+
+_CUDA_TYPES = {
+    torch.float32: "float",
+    torch.float16: "__half",
+    torch.bfloat16: "__nv_bfloat16",
+    torch.uint8: "unsigned char",
+}
 
 AXIS = np.dtype(
     [("start", "f8"), ("scale", "f8"), ("support", "f8"), ("chroma_step", "f4"), ("chroma_offset", "f4")]
@@ -52,8 +61,8 @@ def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Seque
         frame_map: T positions into ``planes``.
         out: (T, 3, H, W) of any strides on the same device; float32, float16, bfloat16 or uint8.
     """
-    word = f"u{8 * planes.format.sample_bytes}"
-    function = kernel("clip_transform.cu", f"clip_{word}_{str(out.dtype).removeprefix('torch.')}")
+    name, options = _entry(planes.format.sample_bytes, out.dtype)
+    function = kernel("clip_transform.cu", name, options)
     buffer = PitchedBuffer.of(planes.data)
     params, shared_bytes = _pack(planes, geometry, color, out)
     tiles = -(-out.shape[3] // TILE[0]), -(-out.shape[2] // TILE[1])
@@ -73,6 +82,24 @@ def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Seque
             params["frames"] = frames
             params["frames_per_block"] = a_block = max(1, min(8, tiles[0] * tiles[1] * frames // _BLOCKS))
             launch(function, (*tiles, -(-frames // a_block)), (*TILE, 1), [params[()]], shared_bytes=shared_bytes)
+
+
+def compile_for(sample_bytes: int, dtype: torch.dtype) -> None:
+    """Compiles the kernel that turns samples of this size into this dtype, or takes it from the disk cache.
+
+    Raises:
+        DeviceError: when it cannot be compiled here.
+    """
+    name, options = _entry(sample_bytes, dtype)
+    kernel("clip_transform.cu", name, options)
+
+
+@functools.cache
+def _entry(sample_bytes: int, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
+    """Name of the kernel for these samples and this output, and the options that compile it alone."""
+    name = f"clip_u{8 * sample_bytes}_{str(dtype).removeprefix('torch.')}"
+    word = "unsigned char" if sample_bytes == 1 else "unsigned short"
+    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={_CUDA_TYPES[dtype]}")
 
 
 def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -> tuple[Any, int]:
@@ -96,8 +123,7 @@ def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -
     slots = TILE[::-1] if geometry.transposed else TILE
     taps_bytes = _TAPS_BYTES * sum(TILE)
     weights = sum(
-        n * (axis.max_taps() + axis.max_chroma_taps())
-        for n, axis in zip(slots, (geometry.columns, geometry.rows), strict=True)
+        n * (axis.max_taps() + axis.max_chroma_taps()) for n, axis in zip(slots, (geometry.columns, geometry.rows), strict=True)
     )
     tabled = taps_bytes + 4 * weights <= TABLE_BYTES
     params["tabled"] = tabled
@@ -105,6 +131,6 @@ def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -
 
 
 def _pack_axis(packed: Any, axis: Axis) -> None:
-    for name in ("start", "scale", "support", "chroma_step", "chroma_offset", "low", "high", "outputs", "mirror", "chroma_size"):
-        packed[name] = getattr(axis, name)
+    for field in dataclasses.fields(axis):
+        packed[field.name] = getattr(axis, field.name)
     packed["max_taps"], packed["max_chroma_taps"] = axis.max_taps(), axis.max_chroma_taps()

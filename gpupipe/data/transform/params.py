@@ -74,8 +74,8 @@ def _random_resized(config: TransformConfig, display_size: Size, rng: np.random.
 def _window(config: TransformConfig, display_size: Size, rng: np.random.Generator) -> tuple[float, float, float, float]:
     """Where a window of ``size``, cut from the scaled frame, lies in the unscaled one.
 
-    The scaled frame has whole pixels, its long side rounded down as torchvision's ``Resize`` does; so the two axes' scales differ
-    a little. It is never smaller than the window: a ``short_side`` too small for this frame's shape is raised.
+    The scaled frame has whole pixels, its long side rounded down as torchvision's ``Resize`` does; so the two axes' scales
+    differ a little. It is never smaller than the window: a ``short_side`` too small for this frame's shape is raised.
     """
     wanted = (config.short_side or 0) / min(display_size)
     factor = max(wanted, config.size[0] / display_size[0], config.size[1] / display_size[1])

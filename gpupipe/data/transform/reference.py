@@ -31,9 +31,7 @@ class Color:
     bias: NDArray[np.float32]
 
 
-def transform(
-    planes: Planes, geometry: Geometry, color: Color, frame_map: Sequence[int], out: torch.Tensor
-) -> None:
+def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Sequence[int], out: torch.Tensor) -> None:
     """Writes frame ``frame_map[t]`` to ``out[t]`` for each t; a frame that comes up several times is computed once.
 
     Sums are in float32, planes are resized before the colour matrix (both are linear), and clamping comes last.
@@ -84,8 +82,8 @@ def _orient(clip: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 
 
 def _blocks(axis: Axis) -> list[tuple[int, int]]:
-    """Runs of outputs that share one dense matrix of weights: long enough for a fast product, short enough that its window, which
-    grows with the scale, does not hold mostly zeros."""
+    """Runs of outputs that share one dense matrix of weights: long enough for a fast product, short enough that its window,
+    which grows with the scale, does not hold mostly zeros."""
     length = max(16, min(64, int(64 / axis.scale)))
     return [(begin, min(begin + length, axis.outputs)) for begin in range(0, axis.outputs, length)]
 

@@ -31,24 +31,25 @@ def parameter_sets(codec: str, extradata: bytes) -> bytes:
         return extradata
     sets: list[bytes] = []
     if codec == "h264":
-        count, at = extradata[5] & 31, 6
-        for part in range(2):
-            for _ in range(count):
-                size = int.from_bytes(extradata[at : at + 2], "big")
-                sets.append(extradata[at + 2 : at + 2 + size])
-                at += 2 + size
-            if part == 0:
-                count, at = (extradata[at] if at < len(extradata) else 0), at + 1
+        at = _take_sets(extradata, 6, extradata[5] & 31, sets)
+        if at < len(extradata):
+            _take_sets(extradata, at + 1, extradata[at], sets)
     else:
         at = 23
         for _ in range(extradata[22]):
-            count = int.from_bytes(extradata[at + 1 : at + 3], "big")
-            at += 3
-            for _ in range(count):
-                size = int.from_bytes(extradata[at : at + 2], "big")
-                sets.append(extradata[at + 2 : at + 2 + size])
-                at += 2 + size
+            at = _take_sets(extradata, at + 3, int.from_bytes(extradata[at + 1 : at + 3], "big"), sets)
     return b"".join(START_CODE + s for s in sets if s)
+
+
+def _take_sets(extradata: bytes, at: int, count: int, sets: list[bytes]) -> int:
+    """Appends ``count`` sets with 16-bit lengths from ``at`` on, fewer where the data ends; returns where they end."""
+    for _ in range(count):
+        if at >= len(extradata):
+            break
+        size = int.from_bytes(extradata[at : at + 2], "big")
+        sets.append(extradata[at + 2 : at + 2 + size])
+        at += 2 + size
+    return at
 
 
 def to_annexb(packet: bytes, length_size: int, head: bytes = b"") -> bytes:
@@ -80,8 +81,8 @@ def units(packet: bytes, length_size: int) -> Iterator[tuple[int, int]]:
     """
     if length_size == 0:
         starts = [match.end() for match in _START.finditer(packet)]
-        for start, following in zip(starts, [*(s - 3 for s in starts[1:]), len(packet)], strict=True):
-            yield start, following
+        ends = [start - 3 for start in starts[1:]] + [len(packet)]
+        yield from zip(starts, ends, strict=False)  # without a start code there is an end and no start
         return
     at = 0
     while at + length_size <= len(packet):

@@ -1,0 +1,107 @@
+"""What all benchmarks share: rows, their summary, and the one form of a result file (see README.md)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Better = Literal["higher", "lower"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure: what ``subject`` reached at ``metric`` in ``case``.
+
+    ``value`` is the median of ``runs`` measurements, ``low`` and ``high`` the least and the greatest of them. A subject that
+    failed has no value and says why in ``error``.
+    """
+
+    case: str
+    subject: str
+    metric: str
+    better: Better
+    value: float | None
+    low: float | None
+    high: float | None
+    runs: int
+    error: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.value is None:
+            assert self.error, "a row without a value says why"
+        else:
+            assert self.low is not None
+            assert self.high is not None
+            assert self.low <= self.value <= self.high, (self.low, self.value, self.high)
+
+    def to_json(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "error" or value}
+
+
+def summarise(case: str, subject: str, metric: str, values: Sequence[float], better: Better = "higher") -> Row:
+    """The row of a subject that ran ``len(values)`` times."""
+    return Row(case, subject, metric, better, statistics.median(values), min(values), max(values), len(values))
+
+
+def failed(case: str, subject: str, metric: str, error: str, better: Better = "higher") -> Row:
+    """The row of a subject that could not run: the first 300 characters of why, on one line."""
+    return Row(case, subject, metric, better, None, None, None, 0, " ".join(error.split())[:300] or "unknown error")
+
+
+def commit() -> str:
+    """The commit that is measured: GPUPIPE_COMMIT (for copies without a repository), else git's, else ``unknown``.
+
+    A working tree with changes in it is marked with ``+``.
+    """
+    named = os.environ.get("GPUPIPE_COMMIT")
+    if named:
+        return named
+    root = Path(__file__).resolve().parent.parent
+    try:
+        ask = {"cwd": root, "capture_output": True, "text": True, "check": True}
+        head = subprocess.run(["git", "rev-parse", "HEAD"], **ask).stdout.strip()  # type: ignore[call-overload]
+        changed = subprocess.run(["git", "status", "--porcelain", "-uno"], **ask).stdout.strip()  # type: ignore[call-overload]
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return str(head) + ("+" if changed else "")
+
+
+def gpu_slug(name: str | None) -> str:
+    """``NVIDIA H200`` → ``h200``; ``cpu`` without a GPU."""
+    words = re.sub(r"[^a-z0-9]+", "-", (name or "cpu").lower()).strip("-")
+    return re.sub(r"^nvidia-(geforce-)?", "", words)
+
+
+def write_results(
+    benchmark: str, rows: Sequence[Row], machine: dict[str, Any], folder: Path = RESULTS, *, keep_other_cases: bool = False
+) -> Path:
+    """Writes ``<benchmark>--<gpu>.json`` and returns its path. ``machine`` comes from gpupipe.observe.measure.
+
+    With ``keep_other_cases`` the file keeps the rows of cases that are not among ``rows``, so that a long benchmark can be run
+    case by case; only rows of the same commit and machine are kept.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{benchmark}--{gpu_slug(machine.get('gpu'))}.json"
+    kept: list[dict[str, Any]] = []
+    if keep_other_cases and path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        if (old["commit"], old["machine"]) == (commit(), machine):
+            kept = [row for row in old["rows"] if row["case"] not in {new.case for new in rows}]
+    content = {
+        "benchmark": benchmark,
+        "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "commit": commit(),
+        "machine": machine,
+        "rows": kept + [row.to_json() for row in rows],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path

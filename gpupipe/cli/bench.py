@@ -1,0 +1,146 @@
+"""``gpupipe bench``: how fast batches come out of the user's own videos on this machine, and what that takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import Field
+
+from gpupipe.cli.console import Progress, emit_json, existing, say, say_facts, size_text, to_json
+from gpupipe.config import StageConfig
+from gpupipe.errors import GpupipeError
+
+
+class BenchConfig(StageConfig):
+    """What is measured, and for how long. Without ``clips`` and ``seconds``: for ten seconds."""
+
+    videos: tuple[str, ...]
+    clips: Annotated[int, Field(ge=1)] | None = None
+    seconds: Annotated[float, Field(gt=0)] | None = None
+    warmup_batches: Annotated[int, Field(ge=0)] = 0
+    """Taken before the clock starts; 0 counts opening files and making decoders, as a user pays for them."""
+    frames: Annotated[int, Field(ge=1)] = 16
+    stride: Annotated[int, Field(ge=1)] = 1
+    size: Annotated[int, Field(ge=1)] = 224
+    batch: Annotated[int, Field(ge=1)] = 8
+    device: str = "auto"
+    decoder: Literal["auto", "nvdec", "cpu"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | None = None
+    seed: int = 0
+    plot: Path | None = None
+    """A PNG to draw the run's timeline in."""
+    report: Path | None = None
+    """A file for the JSON report."""
+
+
+def bench(config: BenchConfig) -> dict[str, Any]:
+    """Measures a loader over ``config.videos``.
+
+    Returns:
+        The report: the settings, the measurement (see :class:`gpupipe.observe.measure.Measurement`), the machine.
+
+    Raises:
+        GpupipeError: when videos or device are not there, a setting is wrong, or a file cannot be written.
+    """
+    from gpupipe import VideoLoader
+    from gpupipe.observe.measure import machine_facts, measure
+
+    for file in (config.plot, config.report):  # now, not after the measurement
+        if file is not None and not file.parent.is_dir():
+            raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
+    with VideoLoader(
+        existing(config.videos),
+        clip={"frames": config.frames, "stride": config.stride},
+        transform={"size": config.size},
+        batch={"size": config.batch, "drop_last": False},
+        device=config.device,
+        seed=config.seed,
+        decode={"decoder": config.decoder, "threads": config.threads},
+    ) as loader:
+        seconds = config.seconds if config.seconds or config.clips else 10.0
+        videos = len(loader.dataset)
+        with Progress(f"measuring {videos} videos", config.clips) as bar:
+            result = measure(
+                loader,
+                seconds=seconds,
+                clips=config.clips,
+                warmup_batches=config.warmup_batches,
+                progress=lambda done, passed: bar.update(done, f"{done / max(passed, 1e-9):.1f} clips/s, {passed:.0f} s"),
+            )
+        device = str(loader.device)
+    settings = config.model_dump(mode="json", exclude={"plot", "report", "videos"})
+    report = {"command": "bench", "videos": videos, **settings, "device": device, "measured": result.to_dict(),
+              "machine": machine_facts()}  # fmt: skip
+    if config.plot is not None:
+        from gpupipe.observe.plots import bench_timeline
+
+        title = f"{config.frames} frames of {config.size}x{config.size}, batches of {config.batch}, on {device}"
+        bench_timeline(result, config.plot, title=title)
+    if config.report is not None:
+        config.report.write_text(to_json(report), encoding="utf-8")
+    return report
+
+
+def command(
+    paths: Annotated[list[str], typer.Argument(help="Videos: files, folders, globs or tables.")],
+    clips: Annotated[int | None, typer.Option(help="Stop after so many clips.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds; 10 without --clips.")] = None,
+    warmup_batches: Annotated[int, typer.Option("--warmup", help="Batches before the clock starts.")] = 0,
+    frames: Annotated[int, typer.Option(help="Frames in a clip.")] = 16,
+    stride: Annotated[int, typer.Option(help="Distance between frames of a clip.")] = 1,
+    size: Annotated[int, typer.Option(help="Side of the output in pixels.")] = 224,
+    batch: Annotated[int, typer.Option(help="Clips in a batch.")] = 8,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    decoder: Annotated[Literal["auto", "nvdec", "cpu"], typer.Option(help="auto, nvdec or cpu.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Decode threads.")] = None,
+    seed: Annotated[int, typer.Option(help="Fixes order, frames and augmentations.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the run's timeline in this PNG.")] = None,
+) -> None:
+    """Measure how fast batches come out of your videos.
+
+    Shows clips/s, frames/s, waits, packets decoded per frame, and the use of engines, CPU and memory.
+    """
+    config = BenchConfig(
+        videos=tuple(paths), clips=clips, seconds=seconds, warmup_batches=warmup_batches, frames=frames, stride=stride,
+        size=size, batch=batch, device=device, decoder=decoder, threads=threads, seed=seed, plot=plot, report=report,
+    )  # fmt: skip
+    result = bench(config)
+    if as_json:
+        emit_json(result)
+    else:
+        _say_report(result)
+
+
+def _say_report(report: dict[str, Any]) -> None:
+    m = report["measured"]
+    use = m["resources"]
+
+    def percent(value: float | None) -> str | None:
+        return None if value is None else f"{value:.0f} %"
+
+    waits = f"p50 {1000 * m['wait_p50_seconds']:.1f} ms, p99 {1000 * m['wait_p99_seconds']:.1f} ms"
+    packets = m["packets_per_frame"]
+    say_facts([
+        ("videos", f"{report['videos']}, {m['epochs']} passes begun"),
+        ("device", report["device"]),
+        ("decoders", ", ".join(f"{name} {count} clips" for name, count in m["decoders"].items())),
+        ("clips/s", f"{m['clips_per_s']:.1f}  ({m['clips']} clips in {m['seconds']:.2f} s)"),
+        ("frames/s", f"{m['frames_per_s']:.0f}"),
+        ("first batch", f"{m['first_batch_seconds']:.2f} s"),
+        ("wait per batch", waits),
+        ("packets decoded per frame used", None if packets is None else f"{packets:.2f}"),
+        ("NVDEC use, mean and peak", None if use["nvdec_percent_mean"] is None
+         else f"{percent(use['nvdec_percent_mean'])}, {percent(use['nvdec_percent_max'])}"),
+        ("GPU use, mean", percent(use["gpu_percent_mean"])),
+        ("CPU use", f"{use['cpu_cores_mean']:.1f} of {report['machine']['cpu_cores']} cores"),
+        ("peak host memory", size_text(use["peak_host_bytes"])),
+        ("peak device memory", size_text(use["peak_device_bytes"])),
+        ("  of it torch's", size_text(use["peak_torch_bytes"])),
+        ("substituted", m["substituted"]),
+    ])  # fmt: skip
+    for path, why in m["bad_files"].items():
+        say(f"bad file  {path}: {why.splitlines()[0]}")

@@ -1,0 +1,120 @@
+"""``gpupipe probe``: what gpupipe knows of one video, and which decoder would serve it."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from gpupipe.cli.console import emit_json, say_facts, size_text
+from gpupipe.config import StageConfig
+
+
+class ProbeConfig(StageConfig):
+    """Which file to look at, and for which device."""
+
+    file: str
+    device: str = "auto"
+
+
+def probe(config: ProbeConfig) -> dict[str, Any]:
+    """Reads or makes the index of ``config.file``.
+
+    Returns:
+        Facts of the stream and of its index, JSON types only.
+
+    Raises:
+        OpenError: when the file cannot be opened as a video.
+        DeviceError: when the device is not there.
+    """
+    import numpy as np
+
+    from gpupipe.data import index as indices
+    from gpupipe.data.bytes import Identity
+    from gpupipe.data.decode import choose
+    from gpupipe.data.index import cache
+    from gpupipe.device.inventory import resolve_device
+
+    device = resolve_device(config.device)
+    identity = Identity.of(config.file)
+    cached = cache.read(identity) is not None
+    began = time.perf_counter()
+    index = indices.load(config.file)
+    took = time.perf_counter() - began
+    info = index.info
+    choice = choose(info, device)
+    height, width = info.display_size
+    starts = index.keyframes
+    gaps = np.diff(starts)
+    return {
+        "command": "probe",
+        "file": info.path,
+        "container": info.container,
+        "codec": info.codec,
+        "pix_fmt": info.pix_fmt,
+        "bit_depth": info.bit_depth,
+        "width": info.width,
+        "height": info.height,
+        "display_width": width,
+        "display_height": height,
+        "rotation": info.rotation,
+        "pixel_aspect": str(info.pixel_aspect),
+        "color_matrix": info.color_matrix,
+        "color_range": info.color_range,
+        "chroma_location": info.chroma_location,
+        "interlaced": info.interlaced,
+        "frames": info.frames,
+        "fps": info.fps,
+        "variable_rate": info.variable_rate,
+        "time_base": str(info.time_base),
+        "start_seconds": info.start_seconds,
+        "duration_seconds": info.duration_seconds,
+        "packets": len(index.pts),
+        "packet_bytes": int(index.size.sum()),
+        "keyframes": int(index.key.sum()),
+        "start_points": int(index.start.sum()),
+        "start_distance_mean": float(gaps.mean()) if len(gaps) else float(info.frames),
+        "start_distance_max": int(max(gaps.max(initial=0), info.frames - starts[-1])) if len(starts) else info.frames,
+        "read_from_map": index.mapped,
+        "index_cached": cached,
+        "index_seconds": took,
+        "index_file": str(cache.file_of(identity)),
+        "device": str(device),
+        "decoder": choice.decoder,
+        "decoder_reason": choice.reason or f"NVDEC of {device} decodes this stream to the same bits as software",
+    }
+
+
+def command(
+    file: Annotated[str, typer.Argument(help="A video file.")],
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N: for which to choose the decoder.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,
+) -> None:
+    """Show a video's facts and which decoder serves it."""
+    facts = probe(ProbeConfig(file=file, device=device))
+    if as_json:
+        emit_json(facts)
+        return
+    turned = f", shown as {facts['display_width']}x{facts['display_height']}" if facts["rotation"] else ""
+    rate = "variable rate, on average " if facts["variable_rate"] else ""
+    untagged = "not tagged"
+    say_facts([
+        ("file", facts["file"]),
+        ("container", facts["container"]),
+        ("codec", f"{facts['codec']}, {facts['pix_fmt']}, {facts['bit_depth']} bit{', interlaced' * facts['interlaced']}"),
+        ("size", f"{facts['width']}x{facts['height']}{turned}, pixel aspect {facts['pixel_aspect']}"),
+        ("rotation", f"{facts['rotation']} degrees clockwise"),
+        ("colour", f"matrix {facts['color_matrix'] or untagged}, range {facts['color_range'] or untagged}, "
+                   f"chroma {facts['chroma_location']}"),
+        ("frames", f"{facts['frames']} at {rate}{facts['fps']:.3f} per second"),
+        ("time", f"from {facts['start_seconds']:.3f} s, {facts['duration_seconds']:.3f} s long, "
+                 f"time base {facts['time_base']}"),
+        ("packets", f"{facts['packets']}, {size_text(facts['packet_bytes'])}, "
+                    f"{'read by position' if facts['read_from_map'] else 'read through the demuxer'}"),
+        ("keyframes", f"{facts['keyframes']} flagged, {facts['start_points']} where a decode may start: every "
+                      f"{facts['start_distance_mean']:.1f} frames on average, {facts['start_distance_max']} at most"),
+        ("index", f"{'from the cache' if facts['index_cached'] else 'built'} in {1000 * facts['index_seconds']:.1f} ms"),
+        ("index file", facts["index_file"]),
+        ("decoder", f"{facts['decoder']} on device {facts['device']}: {facts['decoder_reason']}"),
+    ])  # fmt: skip

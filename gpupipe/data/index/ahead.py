@@ -1,0 +1,69 @@
+"""Indexing ahead of the decoders, so that an engine seldom waits for a demux."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import islice
+
+from gpupipe.data import index as indices
+from gpupipe.data.index.worker import IndexProcess
+from gpupipe.errors import GpupipeError
+
+_AHEAD = 256
+"""Videos indexed before the one whose turn it is, at most."""
+
+
+class IndexAhead:
+    """Loads the indices of videos in the order in which they will be decoded; new ones are made by processes.
+
+    A video that cannot be indexed is left for its turn, when the error finds its place.
+
+    Args:
+        paths: videos in decoding order.
+        workers: threads, each with a process that it starts when it first needs one; 0 loads nothing ahead.
+        skip: clips at the head of ``paths`` that are left to the decode threads: these start on them at once.
+    """
+
+    def __init__(self, paths: Sequence[str], workers: int, skip: int) -> None:
+        self._paths = islice(dict.fromkeys(paths), skip, None)
+        self._pulling = threading.Lock()
+        self._room = threading.Semaphore(_AHEAD)
+        self._stopping = False
+        self._processes = [IndexProcess() for _ in range(workers)]
+        self.threads = [
+            threading.Thread(target=self._work, args=(process,), name=f"gpupipe-index-{number}", daemon=True)
+            for number, process in enumerate(self._processes)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def advance(self) -> None:
+        """Says that one more clip's turn has come."""
+        self._room.release()
+
+    def abandon(self) -> None:
+        """Tells threads and processes to end, without waiting for them."""
+        self._stopping = True
+        for process in self._processes:
+            self._room.release()
+            process.end()
+
+    def _work(self, process: IndexProcess) -> None:
+        try:
+            started = False
+            while self._room.acquire() and not self._stopping:
+                with self._pulling:
+                    path = next(self._paths, None)
+                if path is None:
+                    return
+                with suppress(GpupipeError):
+                    if indices.known(path):
+                        continue
+                    # Only a process that is ready takes a path: a decode thread that wants it would wait for the start.
+                    if not started and not (started := process.start()):
+                        return
+                    indices.load(path, process.make)
+        finally:
+            process.close()

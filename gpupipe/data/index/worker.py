@@ -1,0 +1,111 @@
+"""A process that makes indices: ``python -m gpupipe.data.index.worker``.
+
+A demux gives up the interpreter lock at each packet, and winning it back beside busy decode threads costs more than the
+demux. So indices that are made while an epoch runs are made here. The process writes one byte when it is ready. A request is
+one line on standard input: the JSON of a file's identity. An answer on standard output is 8 bytes of length and then the index
+in the form of its cache file; length 0 means that it cannot be made, which the asking process finds out again when the file's
+turn comes. The process ends with its input.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from gpupipe.data.bytes import Identity
+from gpupipe.data.index import build, cache
+from gpupipe.data.index.model import VideoIndex
+from gpupipe.errors import GpupipeError, OpenError
+
+_LENGTH_BYTES = 8
+_READY = b"r"
+
+
+class IndexProcess:
+    """The asking side; for use by one thread."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ended = False
+
+    def make(self, identity: Identity) -> VideoIndex:
+        """The index of a file, made by the process.
+
+        Raises:
+            OpenError: when it cannot be made there.
+        """
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(asdict(identity)).encode() + b"\n")
+            process.stdin.flush()
+            size = int.from_bytes(process.stdout.read(_LENGTH_BYTES), "little")
+            data = process.stdout.read(size)
+        except (OSError, ValueError) as error:
+            raise OpenError(f"the index process ended while it read {identity.path}", path=identity.path) from error
+        index = cache.parse(data, identity) if size and len(data) == size else None
+        if index is None:
+            raise OpenError(f"{identity.path} could not be indexed ahead of its turn", path=identity.path)
+        return index
+
+    def start(self) -> bool:
+        """Starts the process and waits until it is ready; False when it ended instead."""
+        output = self._started().stdout
+        assert output is not None
+        with suppress(OSError, ValueError):
+            return output.read(len(_READY)) == _READY
+        return False
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            here = str(Path(__file__).resolve().parents[3])
+            search = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "gpupipe.data.index.worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # FFmpeg's remarks on bad files: the file's own turn tells of them
+                env={**os.environ, "PYTHONPATH": search},
+                start_new_session=True,  # Ctrl-C is for the main process, which ends this one
+            )
+            if self._ended:
+                self._process.kill()
+        return self._process
+
+    def end(self) -> None:
+        """Ends the process at once; from any thread. An answer that is awaited becomes an error."""
+        self._ended = True
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Ends the process and clears up after it; by the thread that used it."""
+        self.end()
+        if self._process is not None:
+            with self._process:  # closes the pipes and waits
+                pass
+
+
+def main() -> None:
+    import av  # noqa: F401  loaded before the first request, since it takes longest
+
+    sys.stdout.buffer.write(_READY)
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        identity = Identity(**json.loads(line))
+        try:
+            data = cache.serialise(build.build(identity))
+        except GpupipeError:
+            data = b""
+        sys.stdout.buffer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Fixtures that all tests share, and the rule that a GPU run refuses to skip."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import threading
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+hypothesis.settings.register_profile("gpupipe", deadline=None)  # a busy machine is no fault of the code under test
+hypothesis.settings.load_profile("gpupipe")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _gpu_required() -> bool:
+    return os.environ.get("GPUPIPE_REQUIRE_GPU") == "1"
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not _has_gpu():
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and _gpu_required() and item.get_closest_marker("gpu"):
+        report.outcome = "failed"
+        report.longrepr = f"GPUPIPE_REQUIRE_GPU=1, but this GPU test was skipped: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    if report.skipped and _gpu_required() and "mark.gpu" in collector.path.read_text(encoding="utf-8"):
+        report.outcome = "failed"
+        report.longrepr = f"GPUPIPE_REQUIRE_GPU=1, but a file with GPU tests was skipped: {report.longrepr}"
+    return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Keeps gpupipe's caches of this run away from the user's."""
+    folder = tmp_path_factory.mktemp("gpupipe-cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GPUPIPE_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture
+def fresh_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder for one test."""
+    folder = tmp_path_factory.mktemp("fresh-cache")
+    monkeypatch.setenv("GPUPIPE_CACHE", str(folder))
+    return folder
+
+
+def _own_threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("gpupipe")}
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """Every thread of gpupipe that a test started has ended when the test has."""
+    before = _own_threads()
+    yield
+    deadline = time.monotonic() + 5
+    while (left := _own_threads() - before) and time.monotonic() < deadline:
+        gc.collect()  # a loader that the test dropped without closing it ends when it is collected
+        for thread in left:
+            thread.join(0.1)
+    assert not left, f"threads left behind: {sorted(thread.name for thread in left)}"
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder of sample media that lies beside the checkout, or where GPUPIPE_SHARED says."""
+    folder = Path(os.environ.get("GPUPIPE_SHARED", ROOT.parent / "shared"))
+    if not folder.is_dir():
+        pytest.skip(f"no folder of sample media at {folder}; GPUPIPE_SHARED names another")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def media(shared: Path) -> Path:
+    """Folder of three real videos."""
+    return shared / "media"
+
+
+@pytest.fixture(scope="session")
+def tricky(shared: Path) -> Path:
+    """Folder of small files, each the shape of a fault that video loaders meet."""
+    return shared / "tricky"
+
+
+@pytest.fixture(scope="session")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Clips of 60 frames by name (see tests/clips.py); ``frame_number`` of display frame k is k."""
+    from clips import write_set
+
+    return write_set(tmp_path_factory.mktemp("clips"))

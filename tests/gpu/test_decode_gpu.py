@@ -1,0 +1,124 @@
+"""NVDEC gives the software decoder's bits, on every progressive stream, in any order, under any stream."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpupipe import VideoReader
+from gpupipe.errors import DecodeError
+
+pytestmark = pytest.mark.gpu
+
+TRICKY = [
+    "t01_opengop_h264.mp4", "t02_opengop_hevc.mp4", "t05_vfr.mp4", "t06_start8s.ts", "t07_rot.mp4", "t08_bt709_tv.mp4",
+    "t08_smpte170m_pc.mp4", "t08_untagged.mp4", "t09_hevc10_pq.mp4", "t13_truncated.mp4", "t15_1frame.mp4",
+    "t15_two_streams.mp4", "t18_intra.mp4",
+]  # fmt: skip
+SOFTWARE = [
+    "t09_h264_hi10.mp4", "t10_odd_vp9.mp4", "t10_odd_h264_444.mp4", "t16_interlaced_h264.mp4", "t17_av1.mp4", "t18_tiny32.mp4",
+]  # fmt: skip
+
+
+def assert_same_planes(path: Path, *, decoder: str, picks: int = 24, seed: int = 0) -> None:
+    """Frames in random order with repeats, from both devices, bit for bit."""
+    with (
+        VideoReader(path, device="cpu") as software,
+        VideoReader(path, device="cuda", decoder=decoder) as hardware,  # type: ignore[arg-type]
+    ):
+        assert len(software) == len(hardware)
+        draw = random.Random(seed)
+        wanted = [draw.randrange(len(software)) for _ in range(picks)] + [0, len(software) - 1, 0]
+        expected, found = software.planes(wanted), hardware.planes(wanted)
+        for index, ours, theirs in zip(wanted, found, expected, strict=True):
+            for name in ("y", "u", "v"):
+                plane = getattr(ours, name)
+                assert plane.is_cuda
+                assert plane.dtype == getattr(theirs, name).dtype
+                assert torch.equal(plane.cpu(), getattr(theirs, name)), f"{path.name} frame {index} plane {name}"
+
+
+@pytest.mark.parametrize("name", ["h264", "h264_odd", "hevc", "vp9"])
+def test_planes_of_made_clips_equal_software(clips: dict[str, Path], name: str) -> None:
+    assert_same_planes(clips[name], decoder="nvdec")
+
+
+@pytest.mark.parametrize("name", TRICKY)
+def test_planes_of_tricky_files_equal_software(tricky: Path, name: str) -> None:
+    assert_same_planes(tricky / name, decoder="nvdec")
+
+
+@pytest.mark.parametrize("name", ["bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4"])
+def test_planes_of_real_videos_equal_software(media: Path, name: str) -> None:
+    assert_same_planes(media / name, decoder="nvdec")
+
+
+@pytest.mark.parametrize("name", SOFTWARE)
+def test_what_nvdec_has_not_is_decoded_on_the_cpu(tricky: Path, name: str) -> None:
+    assert_same_planes(tricky / name, decoder="auto")
+    with VideoReader(tricky / name, device="cuda", decoder="nvdec") as reader, pytest.raises(DecodeError, match=r"NVDEC"):
+        reader.planes([0])
+
+
+def test_a_damaged_stream_neither_hangs_nor_crashes(tricky: Path) -> None:
+    with VideoReader(tricky / "t13_bitflip.mp4", device="cuda") as reader:
+        first, again = (reader.frames(range(0, 120, 5)) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_decoder_is_reused_across_sizes(clips: dict[str, Path], tricky: Path) -> None:
+    """One engine, videos of several sizes in turn: reconfiguring must not leave the last size behind."""
+    from gpupipe.data import index as indices
+    from gpupipe.data.decode import DecodeEngine, Fallbacks, cpu
+    from gpupipe.data.plan import make_plan
+    from gpupipe.telemetry import Telemetry
+
+    stream = torch.cuda.Stream()
+    engine = DecodeEngine(torch.device("cuda", 0), stream, mode="nvdec", keep=2, fallbacks=Fallbacks(), telemetry=Telemetry())
+    paths = [clips["h264"], clips["h264_odd"], tricky / "t01_opengop_h264.mp4", clips["hevc"], clips["vp9"], clips["h264_odd"]]
+    for path in paths * 3:
+        index = indices.load(str(path))
+        plan = make_plan(index, [5, 20, 21])
+        ours, decoder = engine.decode(index, plan)
+        stream.synchronize()
+        theirs = cpu.decode(index, plan)
+        assert decoder == "nvdec"
+        assert torch.equal(ours.y.cpu(), theirs.y), path
+        assert torch.equal(ours.u.cpu(), theirs.u), path
+        assert torch.equal(ours.v.cpu(), theirs.v), path
+    engine.close()
+
+
+@pytest.mark.parametrize("lines", [(1280, 532, 530), (640, 360, 352)])
+def test_two_display_sizes_of_one_coded_size_do_not_mix(tmp_path: Path, lines: tuple[int, int, int]) -> None:
+    from clips import write_clip
+
+    width, first, second = lines
+    paths = [write_clip(tmp_path / f"{height}.mp4", width=width, height=height, frames=8) for height in (first, second)]
+    for path in [*paths, *reversed(paths)]:
+        assert_same_planes(path, decoder="nvdec", picks=4)
+
+
+def test_reading_under_a_stream_of_ones_own_is_right(clips: dict[str, Path]) -> None:
+    with VideoReader(clips["h264"], device="cpu") as software:
+        expected = software.frames(range(0, 60, 7))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), VideoReader(clips["h264"], device="cuda") as reader:
+        for _ in range(5):
+            torch.cuda._sleep(5_000_000)  # the consumer's stream is busy: results must wait for their turn on it
+            found = reader.frames(range(0, 60, 7))
+            difference = (found.cpu().int() - expected.int()).abs().max()
+            assert difference <= 1
+            del found
+
+
+def test_rgb_of_tricky_files_is_within_one_of_the_cpu(tricky: Path) -> None:
+    for name in TRICKY + SOFTWARE:
+        with VideoReader(tricky / name, device="cuda") as ours, VideoReader(tricky / name, device="cpu") as theirs:
+            wanted = list(range(0, len(theirs), max(1, len(theirs) // 6)))
+            found, expected = ours.frames(wanted), theirs.frames(wanted)
+        assert found.shape == expected.shape
+        assert (found.cpu().int() - expected.int()).abs().max() <= 1, name

@@ -1,0 +1,173 @@
+"""VideoLoader on CUDA: equal to the CPU within the stated bound, repeatable, and safe whatever the consumer does."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpupipe import VideoLoader
+
+pytestmark = pytest.mark.gpu
+
+
+def make(clips: dict[str, Path], **settings: Any) -> VideoLoader:
+    paths = [clips[name] for name in ("h264", "hevc", "vp9", "h264_odd", "mpeg4", "vp9_odd")] * 4
+    options: dict[str, Any] = {
+        "clip": {"frames": 8},
+        "transform": {"size": 96, "dtype": "float32", "mean": (0, 0, 0), "std": (1, 1, 1)},
+        "batch": 4,
+        "device": "cuda",
+        "seed": 3,
+    }
+    return VideoLoader(paths, **{**options, **settings})
+
+
+def pixels(loader: VideoLoader) -> list[torch.Tensor]:
+    with loader:
+        return [batch.video.cpu() for batch in loader]
+
+
+def test_clips_equal_the_cpu_within_2_of_255(clips: dict[str, Path]) -> None:
+    ours, theirs = pixels(make(clips)), pixels(make(clips, device="cpu"))
+    assert len(ours) == len(theirs) == 6
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).abs().max() <= 2 / 255
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint8"])
+def test_two_runs_give_identical_bits(clips: dict[str, Path], dtype: str) -> None:
+    transform = {"size": 112, "dtype": dtype}
+    first = pixels(make(clips, transform=transform))
+    again = pixels(make(clips, transform=transform, decode={"threads": 3}, jitter={"depth": 1}))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_batches_lie_on_the_device_with_all_their_parts(clips: dict[str, Path]) -> None:
+    with make(clips) as loader:
+        batch = next(iter(loader))
+        assert {name: tensor.device.type for name, tensor in batch.items()} == {
+            "video": "cuda", "pts_seconds": "cuda", "mask": "cuda",
+        }  # fmt: skip
+        decoders = {clip.decoder for b in loader for clip in b.clips}
+    assert decoders == {"nvdec", "cpu"}  # MPEG-4 goes to the CPU
+
+
+def test_iterating_under_a_stream_of_ones_own_is_right(clips: dict[str, Path]) -> None:
+    expected = pixels(make(clips))
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side), make(clips) as loader:
+        for batch, wanted in zip(loader, expected, strict=True):
+            torch.cuda._sleep(3_000_000)
+            assert torch.equal(batch.video.cpu(), wanted)
+
+
+def test_no_wrong_byte_whatever_the_consumer_does(clips: dict[str, Path]) -> None:
+    """The lifetime rule under stress: consumers slower and faster than the producer, batches dropped early and kept long."""
+    expected = pixels(make(clips))
+    modes = ("fast", "slow", "kept", "dropped", "unread", "noisy")
+    with make(clips, jitter={"depth": 2}) as loader:
+        for round_number in range(18):
+            mode = modes[round_number % len(modes)]
+            loader.set_epoch(0)
+            kept: list[tuple[int, torch.Tensor]] = []
+            wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+            for number, batch in enumerate(loader):
+                video = batch.video
+                if mode == "unread":
+                    del batch, video
+                    continue
+                if mode == "slow":
+                    torch.cuda._sleep(20_000_000)  # the GPU is behind the host: memory freed now is still to be read
+                if mode == "noisy":
+                    for _ in range(3):  # other allocations of the same size on this stream
+                        torch.empty_like(video).fill_(-7)
+                reference = expected[number].pin_memory().to("cuda", non_blocking=True)
+                if mode == "kept":
+                    kept.append((number, video))
+                else:
+                    wrong += (video != reference).sum()
+                if mode == "dropped":
+                    del video, batch
+            for number, video in kept:
+                wrong += (video != expected[number].to("cuda")).sum()
+            assert int(wrong) == 0, mode
+
+
+def test_memory_on_the_device_does_not_grow(clips: dict[str, Path]) -> None:
+    with make(clips) as loader:
+        sizes = []
+        for _ in range(8):
+            for batch in loader:
+                del batch
+            torch.cuda.synchronize()
+            sizes.append(torch.cuda.memory_reserved())
+    assert sizes[-1] <= sizes[2] * 1.05, sizes
+
+
+def test_leaving_early_leaves_no_thread(clips: dict[str, Path]) -> None:
+    loader = make(clips)
+    for _ in loader:
+        break
+    loader.close()
+    gc.collect()
+    deadline = time.monotonic() + 5
+    while any(t.name.startswith("gpupipe") for t in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not [t.name for t in threading.enumerate() if t.name.startswith("gpupipe")]
+
+
+def test_a_bad_file_amid_good_ones_is_substituted(clips: dict[str, Path], tmp_path: Path) -> None:
+    bad = tmp_path / "bad.mp4"
+    bad.write_bytes(b"not a video" * 100)
+    with VideoLoader(
+        [clips["h264"], bad, clips["hevc"], clips["vp9"]] * 3, batch=4, device="cuda", transform={"size": 64}
+    ) as loader:
+        paths = [path for batch in loader for path in batch.paths]
+        assert len(paths) == 12
+        assert str(bad) not in paths
+        assert list(loader.bad_files) == [str(bad)]
+
+
+FAULT = """
+import cupy, sys, torch
+from gpupipe import VideoLoader
+from gpupipe.device.module import launch
+from gpupipe.errors import SyncError
+import gpupipe.data.transform.kernel as room
+
+loader = VideoLoader([sys.argv[1]] * 8, batch=2, device="cuda", transform={"size": 64})
+poison = cupy.RawKernel('extern "C" __global__ void poison(int* p) { *p = 1; }', "poison")
+original = room.transform
+def broken(*args):
+    original(*args)
+    import numpy
+    launch(poison, (1,), (1,), (numpy.uint64(64),))
+room.transform = broken
+try:
+    for batch in loader:
+        batch.video.sum().item()
+except SyncError as error:
+    print(error)
+    sys.stdout.flush()
+    import os
+    os._exit(7)
+"""
+
+
+def test_a_fault_on_the_pipelines_stream_is_a_sync_error(clips: dict[str, Path]) -> None:
+    """In a process of its own: a fault ends the CUDA context for good."""
+    done = subprocess.run(
+        [sys.executable, "-c", FAULT, str(clips["h264"])], capture_output=True, text=True, timeout=100, env=os.environ
+    )
+    assert done.returncode == 7, done.stdout + done.stderr
+    assert "TT_ERR_SYNC" in done.stdout
+    assert "stage '" in done.stdout

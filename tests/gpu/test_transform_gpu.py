@@ -1,0 +1,152 @@
+"""The clip kernel on a GPU against the exact transform and against the CPU's reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from plane_cases import assert_clip, clip_exact, make_format, make_info, make_planes, random_case, run
+
+from gpupipe.config import TransformConfig
+from gpupipe.data.transform import ClipTransform, TransformParams, kernel, to_rgb
+from gpupipe.data.transform.params import whole
+from gpupipe.types import Planes
+
+pytestmark = pytest.mark.gpu
+
+UNIT = 1e-4
+"""Allowed error of RGB in [0, 1], 1/40 of a code of 8 bits: float32 sums in another order and with fused multiply-adds."""
+
+
+def _on_gpu(planes: Planes) -> Planes:
+    return Planes(planes.data.cuda(), planes.format)
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_equals_the_exact_transform(block: int) -> None:
+    """NV12, P016 and planar formats, odd sizes, boxes, rotations, flips, dtypes and layouts, thirty combinations a block."""
+    for seed in range(1000 + 30 * block, 1030 + 30 * block):
+        planes, info, params, config = random_case(seed)
+        clip = run(config, _on_gpu(planes), info, params, [2, 0, 0, 1])
+        try:
+            assert_clip(clip, clip_exact(planes, info, params, config, [2, 0, 0, 1]), config, UNIT)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {planes.format}, {info}, {params}, {config}") from error
+
+
+@pytest.mark.parametrize(("bits", "nv"), [(8, True), (8, False), (10, True), (10, False)])
+@pytest.mark.parametrize("rotation", [0, 90])
+def test_equals_the_reference_at_full_hd(bits: int, nv: bool, rotation: int) -> None:
+    """The usual work: 1080p to 224, several frames; the CPU's result for the same planes within the same bound."""
+    info = make_info(1920, 1080, rotation=rotation, color_matrix="bt709", bit_depth=bits)
+    planes = make_planes(make_format(1920, 1080, bits=bits, nv=nv, p016=nv and bits > 8), 4)
+    config = TransformConfig(size=224, dtype="float32")
+    rng = torch.Generator().manual_seed(bits)
+    for _ in range(3):
+        height, width = (int(torch.randint(100, n, (), generator=rng)) for n in info.display_size)
+        params = TransformParams((31.0, 17.0, height - 40.0, width - 40.0), (31, 17, height - 40, width - 40), hflip=True)
+        on_cpu = run(config, planes, info, params, [3, 2, 1, 0])
+        on_gpu = run(config, _on_gpu(planes), info, params, [3, 2, 1, 0])
+        assert float((on_gpu.cpu() - on_cpu).abs().max()) <= UNIT / min(config.std)
+
+
+def test_two_runs_give_identical_bits() -> None:
+    for seed in range(20):
+        planes, info, params, config = random_case(seed)
+        planes = _on_gpu(planes)
+        first = run(config, planes, info, params, [0, 1, 2])
+        assert torch.equal(first, run(config, planes, info, params, [0, 1, 2]))
+
+
+def test_more_rows_than_a_texture_and_more_frames_than_a_launch() -> None:
+    form, info = make_format(8, 146, nv=True), make_info(8, 146)
+    assert 640 * form.rows > 2 * 65000
+    config = TransformConfig(size=(6, 7), dtype="float32")
+    planes = make_planes(form, 640)
+    frame_map = [639, 0, 296, 295, 297, 591, 592, *range(590), 300]
+    assert 296 * form.rows % 16 == 8  # the second texture cannot start where frame 296 does
+    params = whole(info.display_size)
+    clip = run(config, _on_gpu(planes), info, params, frame_map)
+    assert_clip(clip, clip_exact(planes, info, params, config, frame_map), config, UNIT)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 5), (32, 32)])
+def test_8k_to_almost_nothing(size: tuple[int, int]) -> None:
+    """Thousands of taps, whose weights do not fit into shared memory."""
+    info = make_info(7680, 4320, color_matrix="bt709")
+    planes = make_planes(make_format(7680, 4320, nv=True), 1, smooth=True)
+    config = TransformConfig(size=size, dtype="float32")
+    params = whole(info.display_size)
+    on_cpu = run(config, planes, info, params, [0])
+    on_gpu = run(config, _on_gpu(planes), info, params, [0])
+    assert float((on_gpu.cpu() - on_cpu).abs().max()) <= UNIT / min(config.std)
+
+
+def test_computed_weights_equal_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    info, planes = make_info(321, 241, rotation=270), _on_gpu(make_planes(make_format(321, 241), 2))
+    config = TransformConfig(size=(100, 90), dtype="float32")
+    params = whole(info.display_size)
+    tabled = run(config, planes, info, params, [0, 1])
+    monkeypatch.setattr(kernel, "TABLE_BYTES", 0)
+    computed = run(config, planes, info, params, [0, 1])
+    assert float((tabled - computed).abs().max()) <= 1e-5
+
+
+@pytest.mark.parametrize("rotation", [0, 90, 180, 270])
+@pytest.mark.parametrize(("chroma", "bits", "nv"), [("420", 8, True), ("420", 10, True), ("444", 8, False), ("422", 12, False)])
+def test_rgb_is_the_cpus(chroma: str, bits: int, nv: bool, rotation: int) -> None:
+    """Equal codes, but for sums that fall on the boundary between two codes."""
+    info = make_info(321, 241, rotation=rotation)
+    planes = make_planes(make_format(321, 241, chroma, bits=bits, nv=nv, p016=nv and bits > 8), 3, smooth=True)
+    on_cpu, on_gpu = to_rgb(planes, info), to_rgb(_on_gpu(planes), info).cpu()
+    difference = (on_cpu.int() - on_gpu.int()).abs()
+    assert int(difference.max()) <= 1
+    assert float((difference > 0).float().mean()) < 1e-3
+
+
+def test_runs_on_the_current_stream() -> None:
+    """Planes are written, transformed and copied on a busy side stream: a launch on any other would come too early."""
+    info, form = make_info(320, 240), make_format(320, 240, nv=True)
+    config = TransformConfig(size=64, dtype="float32")
+    host = [make_planes(form, 4, seed=s) for s in range(4)]
+    params = whole(info.display_size)
+    expected = [clip_exact(planes, info, params, config, [0, 1, 2, 3]) for planes in host]
+    planes = _on_gpu(host[0])
+    sources = [p.data.cuda() for p in host]
+    transform = ClipTransform(config, 4)
+    out = torch.zeros(transform.clip_shape, device="cuda")
+    transform.apply(planes, info, params, [0, 1, 2, 3], out)  # compiled before time matters
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for source, wanted in zip(sources, expected, strict=True):
+            torch.cuda._sleep(20_000_000)
+            planes.data.copy_(source)
+            transform.apply(planes, info, params, [0, 1, 2, 3], out)
+            assert_clip(out.clone(), wanted, config, UNIT)
+
+
+def test_writes_into_a_slot_of_a_batch_and_nowhere_else() -> None:
+    for dtype in ("float32", "bfloat16", "float16", "uint8"):
+        config = TransformConfig(size=(33, 17), dtype=dtype)
+        info, planes = make_info(90, 70), make_planes(make_format(90, 70, nv=True), 2)
+        transform = ClipTransform(config, 3)
+        batch = torch.full((3, *transform.clip_shape), 77, dtype=transform.dtype, device="cuda")
+        params = whole(info.display_size)
+        transform.apply(_on_gpu(planes), info, params, [1, 1, 0], batch[1])
+        assert_clip(batch[1], clip_exact(planes, info, params, config, [1, 1, 0]), config, UNIT)
+        assert bool((batch[[0, 2]] == 77).all())
+
+
+@pytest.mark.parametrize("crop", ["random-resized", "random", "center", "none"])
+def test_cpu_and_gpu_agree_for_every_crop_mode(crop: Any) -> None:
+    info, planes = make_info(300, 200), make_planes(make_format(300, 200, nv=True), 2)
+    config = TransformConfig(size=(64, 48), crop=crop, dtype="float32")
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        params = ClipTransform(config, 2).draw(info, rng)
+        on_cpu = run(config, planes, info, params, [0, 1])
+        on_gpu = run(config, _on_gpu(planes), info, params, [0, 1])
+        assert float((on_gpu.cpu() - on_cpu).abs().max()) <= UNIT / min(config.std)

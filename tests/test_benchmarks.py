@@ -1,0 +1,186 @@
+"""The benchmarks: the form of their results, the check of equal work, and figures that follow from the results alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import figures
+import loader_cases
+import make_media
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def assert_form(data: dict[str, Any], name: str) -> None:
+    """Checks a result against the contract in benchmarks/README.md."""
+    assert set(data) == {"benchmark", "created", "commit", "machine", "rows"}
+    assert name == f"{data['benchmark']}--{common.gpu_slug(data['machine'].get('gpu'))}.json"
+    assert data["rows"]
+    seen = set()
+    for row in data["rows"]:
+        key = (row["case"], row["subject"], row["metric"])
+        assert key not in seen
+        seen.add(key)
+        assert row["better"] in ("higher", "lower")
+        if row["value"] is None:
+            assert row["error"]
+        else:
+            assert 0 < row["low"] <= row["value"] <= row["high"]
+            assert row["runs"] >= 1
+
+
+def test_rows_are_medians_with_their_spread() -> None:
+    row = common.summarise("case", "gpupipe", "clips_per_s", [3.0, 1.0, 2.0])
+    assert row.to_json() == {
+        "case": "case", "subject": "gpupipe", "metric": "clips_per_s", "better": "higher",
+        "value": 2.0, "low": 1.0, "high": 3.0, "runs": 3,
+    }  # fmt: skip
+    failure = common.failed("case", "peer", "clips_per_s", "it\nbroke").to_json()
+    assert (failure["value"], failure["error"]) == (None, "it broke")
+    with pytest.raises(AssertionError):
+        common.Row("case", "peer", "clips_per_s", "higher", None, None, None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        (None, "cpu"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+    ],
+)
+def test_the_gpu_names_the_file(name: str | None, slug: str) -> None:
+    assert common.gpu_slug(name) == slug
+
+
+def test_appending_keeps_other_cases_of_the_same_commit_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(case: str, value: float, *, keep: bool = True) -> list[tuple[str, float]]:
+        rows = [common.summarise(case, "gpupipe", "clips_per_s", [value])]
+        path = common.write_results("loader", rows, {"gpu": "NVIDIA H200"}, tmp_path, keep_other_cases=keep)
+        data = json.loads(path.read_text())
+        assert_form(data, path.name)
+        return [(row["case"], row["value"]) for row in data["rows"]]
+
+    monkeypatch.setenv("GPUPIPE_COMMIT", "one")
+    assert write("a", 1.0) == [("a", 1.0)]
+    assert write("b", 2.0) == [("a", 1.0), ("b", 2.0)]
+    assert write("a", 3.0) == [("b", 2.0), ("a", 3.0)]
+    monkeypatch.setenv("GPUPIPE_COMMIT", "two")
+    assert write("c", 4.0) == [("c", 4.0)]
+    assert write("d", 5.0, keep=False) == [("d", 5.0)]
+
+
+def row(subject: str, value: float | None, case: str = "x", better: str = "higher") -> dict[str, Any]:
+    return {"case": case, "subject": subject, "metric": "m", "better": better, "value": value, "low": value, "high": value}
+
+
+def test_figures_compare_with_the_best_peer() -> None:
+    rows = [
+        row("gpupipe", 30.0),
+        row("slow", 10.0),
+        row("fast", 20.0),
+        row("broken", None),
+        row("gpupipe-cpu", 99.0),
+        row("limit", 60.0),
+    ]
+    assert figures.compare(rows) == ["| x | m | 30.0 (30.0–30.0) | fast: 20.0 (20.0–20.0) | 1.50x | 50 % |"]
+    rows = [row("gpupipe", 4.0, better="lower"), row("a", 2.0, better="lower"), row("b", 3.0, better="lower")]
+    assert "a: 2.00 (2.00–2.00) | 0.50x | – |" in figures.compare(rows)[0]
+
+
+def test_figures_do_not_hide_a_failure() -> None:
+    assert "| failed | peer: 2.00 (2.00–2.00) | – | – |" in figures.compare([row("gpupipe", None), row("peer", 2.0)])[0]
+    assert "| all failed | – | – |" in figures.compare([row("gpupipe", 2.0), row("peer", None)])[0]
+    assert figures.compare([row("gpupipe", 2.0)]) == []
+
+
+def test_figures_replace_only_what_lies_between_the_markers() -> None:
+    text = f"head\n{figures.BEGIN}\nold\n{figures.END}\ntail\n"
+    assert figures.rewritten(text, "new\n") == f"head\n{figures.BEGIN}\nnew\n{figures.END}\ntail\n"
+    for bad in ("no markers", f"{figures.END} {figures.BEGIN}", f"{text}{text}"):
+        with pytest.raises(ValueError, match="once each"):
+            figures.rewritten(bad, "new\n")
+
+
+def test_the_readme_is_in_step_with_the_results() -> None:
+    readme = figures.README.read_text(encoding="utf-8")
+    assert readme == figures.rewritten(readme, figures.section())
+
+
+def test_committed_results_keep_the_form() -> None:
+    for path in sorted(common.RESULTS.glob("*.json")):
+        assert_form(json.loads(path.read_text(encoding="utf-8")), path.name)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("media")
+    return make_media.make(folder, ["h264-tiny"], sources=2, seconds=2)["h264-tiny"]
+
+
+def test_media_is_what_its_kind_says(sources: list[Path]) -> None:
+    for path in sources:
+        pts, keys = loader_cases.packets(path)
+        assert len(pts) == 60
+        assert keys[0] == 0
+        assert pts != sorted(pts)  # frames are coded out of order, as encoders do
+    assert sources[0].read_bytes() != sources[1].read_bytes()
+
+
+def test_draws_depend_on_the_seed_alone(sources: list[Path], tmp_path: Path) -> None:
+    case = loader_cases.CASES["h264-tiny-s1"]
+    starts = [
+        [visit.start for visit in loader_cases.draw(case, sources, tmp_path / str(k), seed)] for k, seed in enumerate((5, 5, 6))
+    ]
+    assert starts[0] == starts[1] != starts[2]
+    assert all(0 <= start <= 60 - case.frames for start in starts[0])
+    assert len(list((tmp_path / "0").iterdir())) == case.clips
+
+
+def test_the_check_tells_neighbouring_clips_apart(sources: list[Path], tmp_path: Path) -> None:
+    case = loader_cases.CASES["h264-tiny-s1"]
+    draws = loader_cases.draw(case, sources, tmp_path, 0)[: case.batch]
+    cpu = torch.device("cpu")
+
+    def batch(shift: int) -> torch.Tensor:
+        clips = [loader_cases.decode_cpu(d.path, loader_cases.indices(case, d.start + shift)) for d in draws]
+        return torch.stack([loader_cases.finish(clip, case, cpu) for clip in clips])
+
+    assert loader_cases.check(batch(0), draws, case) is None
+    assert all(0 < visit.start < 60 - case.frames for visit in draws)
+    assert "differs" in (loader_cases.check(batch(1), draws, case) or "")
+    assert "differs" in (loader_cases.check(batch(-1), draws, case) or "")
+    assert "bfloat16" in (loader_cases.check(batch(0).float(), draws, case) or "")
+
+
+def test_packets_needed_counts_from_the_keyframe(sources: list[Path], tmp_path: Path) -> None:
+    case = loader_cases.CASES["h264-tiny-s1"]
+    draws = [loader_cases.Draw(str(sources[0]), 0)]
+    needed = loader_cases.packets_needed(case, draws, sources)
+    pts, _ = loader_cases.packets(sources[0])
+    assert needed == max(pts.index(p) for p in sorted(pts)[: case.frames]) + 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_loader_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_loader.py"), "--quick"]
+    command += ["--media", str(tmp_path / "media"), "--out", str(tmp_path / "results")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    (path,) = (tmp_path / "results").glob("loader--*.json")
+    data = json.loads(path.read_text())
+    assert_form(data, path.name)
+    rates = {row["subject"]: row for row in data["rows"] if row["metric"] == "clips_per_s"}
+    assert set(rates) == {"gpupipe", "pyav-16t"}
+    assert all(row["value"] is not None for row in rates.values()), rates

@@ -1,0 +1,175 @@
+"""NAL units, parameter sets and start points: against FFmpeg's own bit-stream filters, hand-made headers, and rubbish."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import av
+import pytest
+from av.bitstream import BitStreamFilterContext
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpupipe.data.index.bitstream.nal import (
+    START_CODE,
+    BitReader,
+    nal_length_size,
+    parameter_sets,
+    to_annexb,
+    unescape,
+    units,
+)
+from gpupipe.data.index.bitstream.start import is_start_point
+
+
+def nals(data: bytes) -> list[bytes]:
+    return [data[start:end].rstrip(b"\0") for start, end in units(data, 0)]
+
+
+@pytest.mark.parametrize("name", ["h264", "h264_odd", "hevc"])
+def test_annex_b_equals_the_filter_of_ffmpeg(name: str, clips: dict[str, Path]) -> None:
+    with av.open(str(clips[name])) as container:
+        stream = container.streams.video[0]
+        codec, extradata = stream.codec_context.name, bytes(stream.codec_context.extradata or b"")
+        size = nal_length_size(codec, extradata)
+        assert size == 4
+        bsf = BitStreamFilterContext(f"{codec}_mp4toannexb", stream)
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        ours = []
+        for number, packet in enumerate(packets):
+            ours.append(to_annexb(bytes(packet), size, parameter_sets(codec, extradata) if number == 0 else b""))
+        theirs = [bytes(out) for packet in packets for out in bsf.filter(packet)]
+    assert len(theirs) == len(ours) == 60
+    sets = {"h264": 2, "hevc": 3}[codec]
+    assert len(nals(parameter_sets(codec, extradata))) >= sets
+    for mine, other in zip(ours, theirs, strict=True):
+        # FFmpeg puts parameter sets before each keyframe; ours come once
+        wanted = nals(other)
+        assert [unit for unit in nals(mine) if unit in wanted] == nals(mine)
+        assert [unit for unit in wanted if unit not in nals(parameter_sets(codec, extradata))] == [
+            unit for unit in nals(mine) if unit not in nals(parameter_sets(codec, extradata))
+        ]
+
+
+def test_streams_in_annex_b_form_are_left_alone(tricky: Path) -> None:
+    with av.open(str(tricky / "t06_start8s.ts")) as container:
+        extradata = bytes(container.streams.video[0].codec_context.extradata or b"")
+    assert nal_length_size("h264", extradata) == 0
+    assert parameter_sets("h264", extradata) == extradata
+    assert to_annexb(b"packet", 0, b"head") == b"headpacket"
+    assert to_annexb(b"packet", 0) == b"packet"
+    assert nal_length_size("vp9", b"\x01" * 30) == 0
+
+
+def avcc(length_size: int, *sets: bytes) -> bytes:
+    sps, *pps = sets
+    parts = [b"\x01\x64\x00\x1f", bytes([0xFC | (length_size - 1), 0xE1]), len(sps).to_bytes(2, "big"), sps, bytes([len(pps)])]
+    return b"".join([*parts, *(len(unit).to_bytes(2, "big") + unit for unit in pps)])
+
+
+@pytest.mark.parametrize("length_size", [1, 2, 4])
+def test_length_fields_of_every_size(length_size: int) -> None:
+    description = avcc(length_size, b"\x67sps", b"\x68pps", b"\x68more")
+    assert nal_length_size("h264", description) == length_size
+    assert parameter_sets("h264", description) == b"".join(START_CODE + unit for unit in (b"\x67sps", b"\x68pps", b"\x68more"))
+    contents = [b"\x06sei", b"\x65" + bytes(40), b""]
+    packet = b"".join(len(unit).to_bytes(length_size, "big") + unit for unit in contents)
+    assert to_annexb(packet, length_size, b"HEAD") == b"HEAD" + b"".join(START_CODE + unit for unit in contents)
+    assert [packet[start:end] for start, end in units(packet, length_size)] == contents
+    with pytest.raises(ValueError, match="NAL unit length"):
+        to_annexb(packet + (9).to_bytes(length_size, "big") + b"short", length_size)
+
+
+def test_start_codes_of_three_and_four_bytes() -> None:
+    packet = b"\0\0\0\1\x09\xf0" + b"\0\0\1\x67ab" + b"\0\0\0\1\x65cd"
+    assert nals(packet) == [b"\x09\xf0", b"\x67ab", b"\x65cd"]
+
+
+def test_emulation_prevention_is_undone() -> None:
+    assert unescape(b"\x06\0\0\3\1\0\0\3\0\0\3\2") == b"\x06\0\0\1\0\0\0\0\2"
+
+
+def test_exp_golomb_codes_of_the_standards_table() -> None:
+    # H.264 table 9-1: 1, 010, 011, 00100, 00101 … code 0, 1, 2, 3, 4
+    reader = BitReader(int("1" + "010" + "011" + "00100" + "00101" + "0001000", 2).to_bytes(3, "big"))
+    assert [reader.unsigned() for _ in range(6)] == [0, 1, 2, 3, 4, 7]
+    with pytest.raises(ValueError, match="ends early"):
+        BitReader(b"\0\0").unsigned()
+
+
+def bits(text: str) -> bytes:
+    text = text.replace(" ", "") + "1"
+    return int(text.ljust(-(-len(text) // 8) * 8, "0"), 2).to_bytes(-(-len(text) // 8), "big")
+
+
+def sei(*messages: tuple[int, bytes]) -> bytes:
+    def number(value: int) -> bytes:
+        return b"\xff" * (value // 255) + bytes([value % 255])
+
+    return b"\x06" + b"".join(number(kind) + number(len(body)) + body for kind, body in messages) + b"\x80"
+
+
+def h264(*contents: bytes) -> bytes:
+    return b"".join(START_CODE + unit for unit in contents)
+
+
+EXACT = bits("1 1 0 00")  # recovery_frame_cnt ue(0), exact_match_flag, broken_link_flag, changing_slice_group_idc
+SLICE = b"\x41\x9a\x22"
+
+
+@pytest.mark.parametrize(
+    ("packet", "start"),
+    [
+        (h264(b"\x65idr"), True),
+        (h264(b"\x09\xf0", b"\x67sps", b"\x68pps", b"\x65idr"), True),
+        (h264(SLICE), False),
+        (h264(sei((6, EXACT)), SLICE), True),
+        (h264(sei((1, b"timing"), (6, EXACT)), SLICE), True),
+        (h264(sei((5, b"u" * 300), (6, EXACT)), SLICE), True),
+        (h264(sei((5, b"u" * 255)), sei((6, EXACT)), SLICE), True),
+        (h264(sei((261, EXACT)), SLICE), False),
+        (h264(sei((6, bits("010 1 0 00"))), SLICE), False),  # recovers one frame later
+        (h264(sei((6, bits("00101 1 0 00"))), SLICE), False),
+        (h264(sei((6, bits("1 0 0 00"))), SLICE), False),  # only roughly
+        (h264(sei((6, bits("1 1 1 00"))), SLICE), False),  # broken link
+        (h264(sei((6, b""))[:-1], SLICE), False),
+        (h264(SLICE, sei((6, EXACT))), False),  # belongs to what follows
+        (b"", False),
+    ],
+)
+def test_h264_start_points(packet: bytes, start: bool) -> None:
+    assert is_start_point("h264", packet, 0) is start
+    prefixed = b"".join((end - at).to_bytes(4, "big") + packet[at:end] for at, end in units(packet, 0))
+    assert is_start_point("h264", prefixed, 4) is start
+
+
+@pytest.mark.parametrize(
+    ("kind", "start"), [(0, False), (1, False), (9, False), *((k, True) for k in range(16, 22)), (22, False)]
+)
+def test_hevc_start_points(kind: int, start: bool) -> None:
+    unit = bytes([kind << 1, 1]) + b"slice"
+    assert is_start_point("hevc", START_CODE + b"\x40\x01vps" + START_CODE + unit, 0) is start
+
+
+def test_other_codecs_trust_the_container() -> None:
+    assert is_start_point("vp9", b"anything", 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.sampled_from(["h264", "hevc"]), st.binary(max_size=400), st.sampled_from([0, 1, 2, 4]))
+def test_rubbish_is_read_in_bounded_time(codec: str, data: bytes, length_size: int) -> None:
+    begin = time.perf_counter()
+    for extradata in (data, b"\x01" + data, b"\x01" * 22 + b"\xff" + data, b"\x01" * 22 + b"\xff" + b"\xff" * 400 + data):
+        sets = parameter_sets(codec, extradata)
+        assert isinstance(sets, bytes)
+        assert nal_length_size(codec, extradata) in (0, 1, 2, 3, 4)
+    assert is_start_point(codec, data, length_size) in (True, False)
+    assert is_start_point(codec, START_CODE + b"\x06" + data, 0) in (True, False)
+    try:
+        out: Any = to_annexb(data, length_size)
+    except ValueError:
+        out = b""
+    assert isinstance(out, bytes)
+    assert time.perf_counter() - begin < 1

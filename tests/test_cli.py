@@ -1,0 +1,197 @@
+"""The commands as a person or a script meets them: output, exit codes, errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from gpupipe import __version__
+from gpupipe.cli import main
+
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = ["--frames", "4", "--size", "32", "--batch", "2", "--device", "cpu"]
+
+
+class Result(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    """Runs a command in this process."""
+    monkeypatch.delenv("GPUPIPE_DEBUG", raising=False)
+
+    def call(*arguments: str | Path) -> Result:
+        with pytest.raises(SystemExit) as left:
+            main([str(argument) for argument in arguments])
+        out, err = capsys.readouterr()
+        return Result(int(left.value.code or 0), out, err)
+
+    return call
+
+
+@pytest.fixture
+def folder(clips: dict[str, Path], tmp_path: Path) -> Path:
+    """Three copies of one clip in a folder of their own."""
+    videos = tmp_path / "videos"
+    videos.mkdir()
+    for name in "abc":
+        shutil.copy(clips["h264"], videos / f"{name}.mp4")
+    return videos
+
+
+def environment(**extra: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), **extra}
+
+
+def test_version_and_help(run) -> None:  # type: ignore[no-untyped-def]
+    assert run("--version") == (0, f"gpupipe {__version__}\n", "")
+    shown = run("--help")
+    assert shown.code == 0
+    for command in ("demo", "bench", "probe", "doctor"):
+        assert command in shown.out
+    assert run("prob").code == 2, "an unknown command is a wrong command line"
+
+
+def test_start_up_loads_nothing_heavy() -> None:
+    code = "import sys, gpupipe.cli; print([m for m in ('torch', 'numpy', 'av', 'matplotlib') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_probe_tells_what_the_index_holds(run, fresh_cache: Path, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    from gpupipe.data import index as indices
+
+    video = folder / "a.mp4"
+    result = run("probe", video, "--json", "--device", "cpu")
+    assert result.code == 0
+    facts = json.loads(result.out)
+    index = indices.load(str(video))
+    assert (facts["codec"], facts["frames"]) == ("h264", 60) == (index.info.codec, index.info.frames)
+    assert facts["packets"] == len(index.pts)
+    assert facts["start_points"] == int(index.start.sum()) >= 1
+    assert facts["start_distance_mean"] <= facts["start_distance_max"] <= 60
+    assert (facts["decoder"], facts["decoder_reason"]) == ("cpu", "the device is the CPU")
+    assert not facts["index_cached"]
+    assert Path(facts["index_file"]).is_file()
+
+    again = run("probe", video, "--device", "cpu")
+    assert "index       from the cache" in again.out
+    assert "h264, yuv420p, 8 bit" in again.out
+    assert again.err == ""
+
+
+def test_probe_shows_rotation(run, tricky: Path) -> None:  # type: ignore[no-untyped-def]
+    shown = run("probe", tricky / "t07_rot.mp4", "--device", "cpu").out
+    assert "320x240, shown as 240x320" in shown
+    facts = json.loads(run("probe", tricky / "t05_vfr.mp4", "--device", "cpu", "--json").out)
+    assert facts["variable_rate"] is True
+
+
+def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    plot, file = tmp_path / "plot.png", tmp_path / "report.json"
+    result = run("bench", folder, "--clips", "10", *SMALL, "--json", "--plot", plot, "--report", file)
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    assert json.loads(file.read_text()) == report
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    measured = report["measured"]
+    assert 10 <= measured["clips"] < 12
+    assert measured["frames"] == 4 * measured["clips"]
+    assert measured["decoders"] == {"cpu": measured["clips"]}
+    assert measured["packets_per_frame"] >= 1
+    assert measured["clips_per_s"] == pytest.approx(measured["clips"] / measured["seconds"])
+    assert 0 < measured["wait_p50_seconds"] <= measured["wait_p99_seconds"]
+    assert measured["resources"]["cpu_cores_mean"] > 0
+    assert measured["resources"]["peak_host_bytes"] > 50 << 20, "an interpreter with torch takes more than that"
+    assert "making" not in result.out
+    assert "measuring 3 videos" in result.err, "progress belongs on stderr"
+
+
+def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    (folder / "bad.mp4").write_bytes(b"")
+    result = run("bench", folder, "--clips", "8", *SMALL)
+    assert result.code == 0
+    assert f"bad file  {folder / 'bad.mp4'}" in result.out
+    assert "clips/s" in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["probe", "no/such.mp4"], "no/such.mp4"),
+        (["probe", "{tmp}"], "is a folder"),
+        (["probe", "{tmp}/empty.mp4"], "empty.mp4"),
+        (["bench", "no/such/folder"], "no/such/folder"),
+        (["bench", "{tmp}/void"], "void"),
+        (["bench", "{tmp}/*.avi"], "*.avi"),
+        (["bench", "{tmp}/empty.mp4", "--device", "cuda:99"], "cuda:99"),
+        (["bench", "{tmp}/empty.mp4", "--device", "tpu"], "tpu"),
+        (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "nvdec"], "nvdec"),
+        (["bench", "{tmp}/empty.mp4", "--size", "0"], "size"),
+        (["bench", "{tmp}/empty.mp4", "--report", "no/folder/x.json"], "no/folder"),
+        (["bench", "{tmp}/empty.mp4", "--device", "cpu"], "empty.mp4"),
+        (["demo", "no/such.mp4", "--out", "{tmp}/out"], "no/such.mp4"),
+        (["demo", "--out", "{tmp}/empty.mp4"], "empty.mp4"),
+        (["demo", "--out", "{tmp}/out", "--device", "cuda:99"], "cuda:99"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_clear_error(run, tmp_path: Path, arguments: list[str], named: str) -> None:  # type: ignore[no-untyped-def]
+    (tmp_path / "empty.mp4").touch()
+    (tmp_path / "void").mkdir()
+    result = run(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
+    assert result.code == 1
+    assert result.out == ""
+    last = result.err[result.err.index("gpupipe: [TT_ERR") :]
+    assert named in last
+    assert "Traceback" not in result.err
+
+
+def test_debug_shows_the_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpupipe.errors import OpenError
+
+    monkeypatch.setenv("GPUPIPE_DEBUG", "1")
+    with pytest.raises(OpenError):
+        main(["probe", str(tmp_path / "absent.mp4")])
+
+
+def test_output_is_plain_where_nobody_watches(folder: Path) -> None:
+    """Also where the environment asks libraries for colour, as CI services do."""
+    forced = environment(FORCE_COLOR="1", GITHUB_ACTIONS="true")
+    commands = (["bench", str(folder), "--clips", "4", *SMALL], ["probe", str(folder / "a.mp4")], ["--help"], ["bench"])
+    for arguments in commands:
+        done = subprocess.run([sys.executable, "-m", "gpupipe.cli", *arguments], env=forced, capture_output=True, text=True)
+        assert done.returncode == (2 if arguments == ["bench"] else 0), done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+        assert "\r" not in done.stdout + done.stderr
+        assert len(done.stderr.splitlines()) <= 6
+
+
+@pytest.mark.parametrize("command", ["bench", "demo"])
+def test_interrupt_leaves_at_once_and_quietly(command: str, folder: Path, tmp_path: Path) -> None:
+    arguments = {"bench": ["bench", str(folder), "--seconds", "60", *SMALL], "demo": ["demo", "--out", str(tmp_path / "out")]}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gpupipe.cli", *arguments[command]],
+        env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        for line in process.stderr:  # wait until the work has begun
+            if line.startswith(("measuring", "making clips")):
+                break
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in err

@@ -1,0 +1,163 @@
+"""Configuration: names are checked at every level, ranges are enforced, a file holds the whole run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpupipe.config import (
+    BatchConfig,
+    ClipConfig,
+    DecodeConfig,
+    JitterConfig,
+    LoaderConfig,
+    SourceConfig,
+    StageConfig,
+    TransformConfig,
+)
+from gpupipe.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "wrong", "right"),
+    [
+        (ClipConfig, {"frmes": 8}, "frmes", "frames"),
+        (TransformConfig, {"sze": 224}, "sze", "size"),
+        (BatchConfig, {"drop_lst": True}, "drop_lst", "drop_last"),
+        (DecodeConfig, {"thread": 2}, "thread", "threads"),
+        (JitterConfig, {"deph": 2}, "deph", "depth"),
+        (SourceConfig, {"recursiv": True}, "recursiv", "recursive"),
+        (LoaderConfig, {"transfrom": {}}, "transfrom", "transform"),
+        (LoaderConfig, {"clip": {"strid": 2}}, "strid", "stride"),
+        (LoaderConfig, {"transform": {"antialais": False}}, "antialais", "antialias"),
+    ],
+)
+def test_an_unknown_key_names_the_nearest_one(model: type[StageConfig], values: dict[str, Any], wrong: str, right: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model(**values)
+    assert f"'{wrong}'" in caught.value.message
+    assert f"did you mean '{right}'?" in caught.value.message
+    assert caught.value.fix
+
+
+def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
+    with pytest.raises(ConfigError, match="known keys: size, drop_last"):
+        BatchConfig(zzzzzz=1)
+
+
+def test_several_faults_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig(clip={"frames": 0}, batch={"siz": 2}, rank=-1)
+    message = caught.value.message
+    assert all(part in message for part in ("ClipConfig.frames", "'siz'", "LoaderConfig.rank", "got 0", "got -1"))
+
+
+@pytest.mark.parametrize(
+    ("model", "values", "part"),
+    [
+        (ClipConfig, {"frames": 0}, "frames"),
+        (ClipConfig, {"frames": 4097}, "frames"),
+        (ClipConfig, {"stride": 0}, "stride"),
+        (ClipConfig, {"fps": 0.0}, "fps"),
+        (ClipConfig, {"fps": 10.0, "stride": 2}, "stride or fps"),
+        (ClipConfig, {"sampling": "uniform", "stride": 2}, "spans the whole video"),
+        (ClipConfig, {"sampling": "stratified", "fps": 8}, "spans the whole video"),
+        (ClipConfig, {"sampling": "sometimes"}, "sampling"),
+        (ClipConfig, {"pad": "zero"}, "pad"),
+        (TransformConfig, {"size": 0}, "size"),
+        (TransformConfig, {"size": (224, 9000)}, "size"),
+        (TransformConfig, {"size": True}, "size"),
+        (TransformConfig, {"scale": (0.9, 0.1)}, "scale must be"),
+        (TransformConfig, {"scale": (0.0, 1.0)}, "scale"),
+        (TransformConfig, {"ratio": (2.0, 1.0)}, "ratio must be"),
+        (TransformConfig, {"hflip": 1.5}, "hflip"),
+        (TransformConfig, {"std": (0.0, 1.0, 1.0)}, "std"),
+        (TransformConfig, {"dtype": "float64"}, "dtype"),
+        (TransformConfig, {"crop": "center", "short_side": 100}, "short_side=100"),
+        (BatchConfig, {"size": 0}, "size"),
+        (DecodeConfig, {"threads": 0}, "threads"),
+        (DecodeConfig, {"decoder": "gpu"}, "decoder"),
+        (JitterConfig, {"depth": 0}, "depth"),
+        (LoaderConfig, {"rank": 2, "world_size": 2}, "rank=2"),
+        (LoaderConfig, {"on_bad_file": "ignore"}, "on_bad_file"),
+    ],
+)
+def test_values_outside_their_range_are_refused(model: type[StageConfig], values: dict[str, Any], part: str) -> None:
+    with pytest.raises(ConfigError, match=part):
+        model(**values)
+
+
+def test_one_number_is_a_square() -> None:
+    assert TransformConfig(size=112).size == (112, 112)
+    assert TransformConfig(size=(96, 160)).size == (96, 160)
+
+
+def test_a_configuration_cannot_be_changed() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        ClipConfig().frames = 3  # type: ignore[misc]
+
+
+def test_parse_takes_none_a_mapping_or_an_instance() -> None:
+    clip = ClipConfig(frames=4)
+    assert ClipConfig.parse(clip) is clip
+    assert ClipConfig.parse({"frames": 4}) == clip
+    assert ClipConfig.parse(None) == ClipConfig()
+    with pytest.raises(ConfigError, match="ClipConfig expected, got list"):
+        ClipConfig.parse([4])  # type: ignore[arg-type]
+
+
+configurations = st.builds(
+    LoaderConfig,
+    clip=st.builds(ClipConfig, frames=st.integers(1, 64), stride=st.integers(1, 9), pad=st.sampled_from(["loop", "error"])),
+    transform=st.builds(
+        TransformConfig,
+        size=st.tuples(st.integers(1, 512), st.integers(1, 512)),
+        hflip=st.floats(0, 1),
+        dtype=st.sampled_from(["uint8", "float32", "bfloat16"]),
+    ),
+    batch=st.builds(BatchConfig, size=st.integers(1, 64), drop_last=st.booleans()),
+    seed=st.integers(0, 2**40),
+    columns=st.lists(st.text(max_size=8), max_size=3).map(tuple),
+)
+
+
+@settings(max_examples=40)
+@given(configurations)
+def test_yaml_keeps_everything(tmp_path_factory: pytest.TempPathFactory, config: LoaderConfig) -> None:
+    path = tmp_path_factory.mktemp("yaml") / "run.yaml"
+    config.to_yaml(path)
+    assert LoaderConfig.from_yaml(path) == config
+
+
+def test_a_short_yaml_file_leaves_the_rest_at_its_default(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("clip: {frames: 8, fps: 12.5}\nbatch:\n  size: 2\n")
+    config = LoaderConfig.from_yaml(tmp_path / "run.yaml")
+    assert config == LoaderConfig(clip=ClipConfig(frames=8, fps=12.5), batch=BatchConfig(size=2))
+    (tmp_path / "empty.yaml").write_text("")
+    assert LoaderConfig.from_yaml(tmp_path / "empty.yaml") == LoaderConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        (b"clip: {frames: [", "cannot read the configuration"),
+        (b"- clip\n- batch\n", "holds a list"),
+        (b"\xff\xfe\x00bad", "cannot read the configuration"),
+        (b"clip: {framse: 3}", "did you mean 'frames'"),
+        (b"clip: 3", "clip"),
+    ],
+)
+def test_a_bad_yaml_file_is_one_clear_error(tmp_path: Path, text: bytes, part: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError, match=part):
+        LoaderConfig.from_yaml(path)
+
+
+def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        LoaderConfig.from_yaml(tmp_path / "nowhere.yaml")

@@ -1,0 +1,66 @@
+"""The documentation builds without a warning, says what there is, and names nothing that is not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import gpupipe
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "gpupipe" / "README.md", ROOT / "benchmarks" / "README.md"]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_documentation_builds_without_warnings(tmp_path: Path) -> None:
+    if not all(importlib.util.find_spec(name) for name in ("sphinx", "furo", "myst_parser")):
+        pytest.skip("the extra docs is not installed")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(ROOT / "docs"), str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    text = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "api").glob("*.html"))
+    for name in gpupipe.__all__:
+        assert f".{name}" in text, f"{name} is not in the API reference"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_between_pages_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#\s]+)", text) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_map_of_the_rooms_is_complete() -> None:
+    """gpupipe/README.md names every module and folder of the package, and none that is not there."""
+    text = (ROOT / "gpupipe" / "README.md").read_text(encoding="utf-8")
+    block = text.split("```")[1]
+    named, folder = set(), {0: ""}
+    for line in block.splitlines()[1:]:
+        match = re.match(r"( *)([\w.]+/?)", line)
+        if not match or len(match[1]) % 2 or len(match[1]) > 6:
+            continue
+        depth = len(match[1]) // 2
+        path = folder[depth] + match[2]
+        named.add(path.rstrip("/"))
+        folder[depth + 1] = path
+    package = ROOT / "gpupipe"
+    there = {str(p.relative_to(package)) for p in package.rglob("*.py") if p.name != "__init__.py"}
+    there |= {str(p.parent.relative_to(package)) for p in package.rglob("__init__.py")} - {"."}
+    assert there - named == set(), "rooms that the map does not show"
+    assert named - there - {"__init__.py", "README.md", "py.typed"} == set(), "rooms on the map that do not exist"
+
+
+def test_python_examples_of_the_readme_compile() -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(examples) >= 2
+    for example in examples:
+        compile(example, "README.md", "exec")
+        for name in re.findall(r"from gpupipe import (.*)", example):
+            assert {part.strip() for part in name.split(",")} <= set(gpupipe.__all__)

@@ -1,0 +1,172 @@
+"""The jitter buffer: bounded, in order, never drops, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.telemetry import Telemetry
+
+
+def buffer(depth: int) -> JitterBuffer[Any]:
+    return JitterBuffer(depth, Telemetry())
+
+
+class Caller(threading.Thread):
+    """Runs a function and keeps what it gave or raised."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(daemon=True)
+        self._work = work
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.result = self._work()
+        except BaseException as error:
+            self.error = error
+
+    def ended(self, timeout: float = 5) -> bool:
+        self.join(timeout)
+        return not self.is_alive()
+
+    def waits(self) -> bool:
+        self.join(0.05)
+        return self.is_alive()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_any_order_of_arrival_goes_out_in_sequence(seed: int) -> None:
+    jitter = buffer(6)
+    order = list(range(6))
+    assert [jitter.reserve() for _ in order] == order
+    random.Random(seed).shuffle(order)
+    for number in order:
+        jitter.put(number, f"batch {number}")
+    assert jitter.occupancy == 6
+    assert [jitter.take() for _ in order] == [f"batch {number}" for number in range(6)]
+    assert jitter.occupancy == jitter.in_flight == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 7])
+def test_many_producers_and_one_consumer(depth: int) -> None:
+    count, jitter = 300, buffer(depth)
+    most = 0
+    lock = threading.Lock()
+
+    def produce() -> None:
+        nonlocal most
+        try:
+            while True:
+                number = jitter.reserve()
+                with lock:
+                    most = max(most, jitter.in_flight)
+                if number >= count:
+                    jitter.finish(count)
+                    return
+                jitter.put(number, number)
+        except Closed:
+            return
+
+    producers = [Caller(produce) for _ in range(4)]
+    assert [jitter.take() for _ in range(count)] == list(range(count))
+    assert jitter.take() is None
+    assert jitter.take() is None, "and again"
+    jitter.close()
+    assert all(producer.ended() for producer in producers)
+    assert most <= depth
+
+
+def test_a_full_buffer_blocks_until_one_is_taken() -> None:
+    jitter = buffer(2)
+    jitter.put(jitter.reserve(), "a")
+    assert jitter.reserve() == 1
+    waiting = Caller(jitter.reserve)
+    assert waiting.waits(), "two are reserved"
+    jitter.put(1, "b")
+    assert waiting.waits(), "two are ready"
+    assert (jitter.occupancy, jitter.in_flight) == (2, 2)
+    assert jitter.take() == "a"
+    assert waiting.ended()
+    assert waiting.result == 2
+    assert (jitter.occupancy, jitter.in_flight) == (1, 2)
+
+
+def test_a_later_batch_waits_for_the_earlier_one() -> None:
+    jitter = buffer(3)
+    first, second = jitter.reserve(), jitter.reserve()
+    jitter.put(second, "second")
+    consumer = Caller(jitter.take)
+    assert consumer.waits()
+    jitter.put(first, "first")
+    assert consumer.ended()
+    assert (consumer.result, jitter.take()) == ("first", "second")
+
+
+def test_the_end_is_known_even_if_the_consumer_waits_already() -> None:
+    jitter = buffer(2)
+    jitter.put(jitter.reserve(), "only")
+    assert jitter.take() == "only"
+    consumer = Caller(jitter.take)
+    assert consumer.waits()
+    jitter.finish(1)
+    assert consumer.ended()
+    assert consumer.result is None
+
+
+def test_close_wakes_all_who_wait() -> None:
+    jitter = buffer(1)
+    jitter.reserve()
+    callers = [Caller(jitter.reserve), Caller(jitter.reserve), Caller(jitter.take)]
+    assert all(caller.waits() for caller in callers)
+    jitter.close()
+    assert all(caller.ended() for caller in callers)
+    assert all(isinstance(caller.error, Closed) for caller in callers)
+    for call in (jitter.reserve, jitter.take):
+        with pytest.raises(Closed):
+            call()
+
+
+def test_a_closed_buffer_holds_nothing() -> None:
+    jitter = buffer(3)
+    first, late = jitter.reserve(), jitter.reserve()
+    jitter.put(first, "ready")
+    jitter.close()
+    assert jitter.occupancy == 0
+    jitter.put(late, "late")  # a worker that had not heard yet
+    assert jitter.occupancy == 0
+
+
+def test_a_producers_error_reaches_the_consumer() -> None:
+    jitter = buffer(2)
+    jitter.reserve()
+    consumer, producer = Caller(jitter.take), None
+    assert consumer.waits()
+    error = ValueError("the first one")
+    jitter.fail(error)
+    jitter.fail(KeyError("a later one"))
+    assert consumer.ended()
+    assert consumer.error is error
+    producer = Caller(jitter.reserve)
+    assert producer.ended()
+    assert isinstance(producer.error, Closed)
+    with pytest.raises(ValueError, match="the first one"):
+        jitter.take()
+
+
+def test_waits_are_measured() -> None:
+    telemetry = Telemetry()
+    jitter: JitterBuffer[str] = JitterBuffer(1, telemetry)
+    consumer = Caller(jitter.take)
+    assert consumer.waits()
+    jitter.put(jitter.reserve(), "a")
+    assert consumer.ended()
+    assert telemetry.snapshot()["wait_seconds"] >= 0.04
+    assert telemetry.snapshot()["blocked_seconds"] < 0.04

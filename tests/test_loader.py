@@ -1,0 +1,663 @@
+"""VideoLoader: what a batch holds, that runs repeat, that bad files do no harm, and that every way out leaves no thread."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpupipe import Batch, VideoLoader, VideoReader
+from gpupipe.config import TransformConfig
+from gpupipe.data import index as indices
+from gpupipe.data import pipeline
+from gpupipe.data.decode import cpu
+from gpupipe.data.plan import make_plan
+from gpupipe.data.transform import ClipTransform
+from gpupipe.errors import ClosedError, ConfigError, DecodeError, DeviceError, GpupipeError, OpenError, SampleError, SourceError
+from gpupipe.types import ClipRecord
+
+SMALL: dict[str, Any] = {
+    "clip": {"frames": 4, "stride": 2},
+    "transform": {"size": (24, 32), "dtype": "float32"},
+    "device": "cpu",
+    "batch": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(clips: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight videos of three codecs in two folders."""
+    root = tmp_path_factory.mktemp("videos")
+    for number in range(8):
+        name = ("h264", "vp9_odd", "mpeg4", "h264_odd")[number % 4]
+        target = root / ("even" if number % 2 == 0 else "odd") / f"{number}{clips[name].suffix}"
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(clips[name], target)
+    return root
+
+
+@pytest.fixture
+def with_bad(folder: Path, tmp_path: Path) -> list[dict[str, Any]]:
+    """Rows of the eight videos, two of which cannot be used."""
+    rows = [{"path": str(path), "label": k} for k, path in enumerate(sorted(folder.rglob("*.*")))]
+    (tmp_path / "empty.mp4").touch()
+    rows[2] = {"path": str(tmp_path / "empty.mp4"), "label": 2}
+    rows[5] = {"path": str(tmp_path / "missing.mp4"), "label": 5}
+    return rows
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("gpupipe")]
+
+
+def soon_no_threads(seconds: float = 5) -> bool:
+    deadline = time.monotonic() + seconds
+    while threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return not threads()
+
+
+def equal(one: list[Batch], other: list[Batch]) -> bool:
+    return len(one) == len(other) and all(
+        a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a) and a.clips == b.clips
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+# What a batch holds
+
+
+def test_a_batch_of_a_folder(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL, source={"label_from": "folder"}) as loader:
+        batches = list(loader)
+    assert len(batches) == len(loader) == 4
+    assert loader.batch_size == 2
+    assert sorted(path for batch in batches for path in batch.paths) == loader.dataset
+    for number, batch in enumerate(batches):
+        assert list(batch) == ["video", "pts_seconds", "mask", "label"]
+        assert batch["video"] is batch.video
+        assert (batch.video.shape, batch.video.dtype) == ((2, 3, 4, 24, 32), torch.float32)
+        assert (batch["pts_seconds"].shape, batch["pts_seconds"].dtype) == ((2, 4), torch.float64)
+        assert (batch["mask"].shape, batch["mask"].dtype) == ((2, 4), torch.bool)
+        assert (batch["label"].shape, batch["label"].dtype) == ((2,), torch.int64)
+        assert batch["mask"].all()
+        assert (batch.epoch, batch.index) == (0, number)
+        assert batch.substituted == ()
+        assert {tensor.device.type for tensor in batch.values()} == {"cpu"}
+        for row, record in enumerate(batch.clips):
+            assert batch["label"][row] == int(Path(record.path).parent.name == "odd")
+            index = indices.load(record.path)
+            assert batch["pts_seconds"][row].tolist() == [index.seconds[i] for i in record.pick.indices]
+            assert np.diff(record.pick.indices).tolist() == [2, 2, 2]
+            assert record.decoder == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("transform", "shape", "dtype"),
+    [
+        ({"layout": "NTCHW", "dtype": "uint8"}, (2, 4, 3, 16, 16), torch.uint8),
+        ({"dtype": "float16", "crop": "center"}, (2, 3, 4, 16, 16), torch.float16),
+        ({}, (2, 3, 4, 16, 16), torch.bfloat16),
+    ],
+)
+def test_layouts_and_dtypes(folder: Path, transform: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    with VideoLoader(folder, clip={"frames": 4}, transform={"size": 16, **transform}, batch=2, device="cpu") as loader:
+        video = next(iter(loader)).video
+    assert (video.shape, video.dtype) == (shape, dtype)
+    assert video.is_contiguous()
+
+
+def remade(record: ClipRecord, transform: ClipTransform) -> torch.Tensor:
+    """The clip of a record, decoded and transformed outside the loader."""
+    index = indices.load(record.path)
+    plan = make_plan(index, record.pick.indices)
+    out = torch.empty(transform.clip_shape, dtype=transform.dtype)
+    transform.apply(cpu.decode(index, plan), index.info, record.params, plan.frame_map, out)
+    return out
+
+
+def test_a_record_is_enough_to_make_its_clip_again(folder: Path) -> None:
+    config = TransformConfig(size=(24, 32), dtype="float32")
+    with VideoLoader(folder, **{**SMALL, "transform": config}) as loader:
+        for batch in loader:
+            for row, record in enumerate(batch.clips):
+                assert torch.equal(batch.video[row], remade(record, ClipTransform(config, 4)))
+
+
+def test_uncropped_clips_are_the_frames_of_the_reader(folder: Path) -> None:
+    transform = {"size": (240, 320), "crop": "none", "hflip": 0, "dtype": "uint8", "layout": "NTCHW"}
+    with VideoLoader(str(folder / "even/0.mp4"), clip={"frames": 3}, transform=transform, batch=1, device="cpu") as loader:
+        batch = next(iter(loader))
+    frames = VideoReader(batch.paths[0], device="cpu").frames(batch.clips[0].pick.indices)
+    assert torch.equal(batch.video[0], frames)
+
+
+def test_columns_travel_with_their_clip(folder: Path, tmp_path: Path) -> None:
+    paths = sorted(folder.rglob("*.*"))
+    lines = [json.dumps({"path": str(p), "label": k, "score": k / 8, "name": p.name, "take": k}) for k, p in enumerate(paths)]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    with VideoLoader(tmp_path / "list.jsonl", **SMALL, columns=("score", "name")) as loader:
+        batches = list(loader)
+    for batch in batches:
+        assert set(batch) == {"video", "pts_seconds", "mask", "label", "score"}
+        assert (batch["score"].dtype, batch["label"].dtype) == (torch.float32, torch.int64)
+        assert batch["score"].tolist() == [label / 8 for label in batch["label"].tolist()]
+        assert batch.text == {"name": [Path(path).name for path in batch.paths]}
+        assert [paths[label] for label in batch["label"].tolist()] == [Path(path) for path in batch.paths]
+
+
+def test_a_model_takes_a_batch_by_name(folder: Path) -> None:
+    def model(video: torch.Tensor, mask: torch.Tensor, pts_seconds: torch.Tensor) -> torch.Tensor:
+        return video.mean() + mask.sum() + pts_seconds.sum()
+
+    with VideoLoader(folder, **SMALL) as loader:
+        for batch in loader:
+            assert torch.isfinite(model(**batch))
+    assert {k: v.shape[0] for k, v in batch.items()} == {"video": 2, "pts_seconds": 2, "mask": 2}
+
+
+def test_short_videos_are_padded_with_a_mask(tricky: Path) -> None:
+    with VideoLoader(tricky / "t15_1frame.mp4", **{**SMALL, "batch": 1}) as loader:
+        batch = next(iter(loader))
+    assert batch["mask"].tolist() == [[True, False, False, False]]
+    assert torch.equal(batch.video[0, :, :1].expand_as(batch.video[0]), batch.video[0])
+
+
+def test_a_row_fixes_where_its_clip_starts(folder: Path) -> None:
+    rows = [{"path": str(folder / "even/0.mp4"), "start_frame": start} for start in (5, 50, None, 17)]
+    with VideoLoader(rows, **SMALL, shuffle=False) as loader:
+        picks = [record.pick.indices for batch in loader for record in batch.clips]
+    assert picks[0] == (5, 7, 9, 11)
+    assert picks[1] == (50, 52, 54, 56)
+    assert picks[3] == (17, 19, 21, 23)
+
+
+# Repeatability
+
+
+@pytest.mark.parametrize(("count", "depth"), [(1, 1), (4, 1), (4, 3), (3, 64)])
+def test_threads_and_depth_change_no_bit(folder: Path, count: int, depth: int) -> None:
+    with VideoLoader(folder, **SMALL, seed=5, decode={"threads": 2}) as reference:
+        expected = list(reference)
+    with VideoLoader(folder, **SMALL, seed=5, decode={"threads": count}, jitter={"depth": depth}) as loader:
+        assert equal(list(loader), expected)
+
+
+def test_epochs_differ_and_can_be_asked_for(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL, seed=5) as loader:
+        first, second = list(loader), list(loader)
+        assert not equal(first, second)
+        assert [batch.epoch for batch in second] == [1] * 4
+        loader.set_epoch(0)
+        assert equal(list(loader), first)
+        assert equal(list(loader), second), "epochs count on from there"
+    with VideoLoader(folder, **SMALL, seed=6) as other:
+        assert not equal(list(other), first)
+
+
+def test_ranks_split_the_batches_of_one(folder: Path) -> None:
+    with VideoLoader(folder, **{**SMALL, "batch": 1}, seed=5) as alone:
+        whole = [batch.clips[0] for batch in alone]
+    for rank in range(2):
+        with VideoLoader(folder, **{**SMALL, "batch": 1}, seed=5, rank=rank, world_size=2) as loader:
+            assert [batch.clips[0] for batch in loader] == whole[rank::2]
+
+
+def test_batches_keep_their_bytes_while_later_ones_are_made(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL, jitter={"depth": 1}) as loader:
+        kept = []
+        copies = []
+        for batch in loader:
+            kept.append(batch.video)
+            copies.append(batch.video.clone())
+    assert all(torch.equal(a, b) for a, b in zip(kept, copies, strict=True))
+
+
+# Lengths
+
+
+def test_the_last_batch_is_dropped_or_smaller(folder: Path) -> None:
+    with VideoLoader(folder, **{**SMALL, "batch": 3}) as loader:
+        assert [len(batch.clips) for batch in loader] == [3] * len(loader) == [3, 3]
+    with VideoLoader(folder, **{**SMALL, "batch": {"size": 3, "drop_last": False}}) as loader:
+        assert [batch.video.shape[0] for batch in loader] == [3, 3, 2]
+        assert len(loader) == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "says"),
+    [
+        ({"batch": 9}, ConfigError, "8 videos over 1 rank(s) make no full batch of 9"),
+        ({"world_size": 5, "batch": 2}, ConfigError, "8 videos over 5 rank(s)"),
+        ({"bacth": 2}, ConfigError, "did you mean 'batch'"),
+        ({"clip": {"frame": 2}}, ConfigError, "did you mean 'frames'"),
+        ({"transform": {"size": 0}}, ConfigError, "TransformConfig.size"),
+        ({"columns": ("label",)}, SourceError, "has no value in column 'label'"),
+        ({"device": "cuda:7"}, DeviceError, "cuda:7"),
+        ({"device": "cpu", "decode": {"decoder": "nvdec"}}, DeviceError, "nvdec"),
+    ],
+)
+def test_a_wrong_argument_is_named_at_once(folder: Path, fields: dict[str, Any], error: type[GpupipeError], says: str) -> None:
+    with pytest.raises(error) as caught:
+        VideoLoader(folder, **{**SMALL, **fields})
+    assert says in str(caught.value)
+    assert not threads()
+
+
+def test_a_bad_start_frame_is_named_at_once(folder: Path) -> None:
+    with pytest.raises(SourceError, match="start_frame='soon'"):
+        VideoLoader([{"path": str(folder / "even/0.mp4"), "start_frame": "soon"}], **{**SMALL, "batch": 1})
+
+
+def test_a_config_may_be_given_whole_and_overridden(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL, seed=9) as loader:
+        config = loader.config
+    with VideoLoader(folder, config=config, batch=4, shuffle=False) as other:
+        assert other.config == config.model_copy(update={"batch": other.config.batch, "shuffle": False})
+        assert (other.batch_size, other.config.seed, other.device.type) == (4, 9, "cpu")
+
+
+# Ways in and out
+
+
+def test_a_newer_iterator_ends_the_one_before(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        old = iter(loader)
+        next(old)
+        new = iter(loader)
+        with pytest.raises(ClosedError, match="a newer iter"):
+            next(old)
+        assert len(list(new)) == 4
+        with pytest.raises(ClosedError, match="a newer iter"):
+            next(old)
+
+
+def test_an_exhausted_iterator_stays_exhausted(folder: Path) -> None:
+    loader = VideoLoader(folder, **SMALL)
+    iterator = iter(loader)
+    assert len(list(iterator)) == 4
+    assert not threads(), "the end of an epoch ends its threads"
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(iterator)
+    loader.close()
+    with pytest.raises(StopIteration):
+        next(iterator)
+
+
+def test_break_ends_the_threads_and_the_next_epoch_is_whole(folder: Path) -> None:
+    loader = VideoLoader(folder, **SMALL, decode={"threads": 3})
+    for _ in loader:
+        break
+    assert soon_no_threads()
+    assert len(list(loader)) == 4
+    for _ in range(8):
+        for _ in loader:
+            break
+    assert [batch.epoch for batch in loader] == [10] * 4
+    loader.close()
+
+
+def test_an_exception_in_the_loop_ends_the_threads(folder: Path) -> None:
+    loader = VideoLoader(folder, **SMALL)
+
+    def loop() -> None:
+        for _ in loader:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    gc.collect()  # the traceback held the iterator
+    assert soon_no_threads()
+
+
+def test_a_dropped_loader_is_collected(folder: Path) -> None:
+    loader = VideoLoader(folder, **SMALL)
+    iterator = iter(loader)
+    next(iterator)
+    gone = weakref.ref(loader)
+    del loader
+    assert len(list(iterator)) == 3, "the iterator goes on without it"
+    gc.collect()
+    assert gone() is None
+    assert soon_no_threads()
+
+
+def test_close_ends_a_waiting_iterator_and_may_be_repeated(folder: Path) -> None:
+    loader = VideoLoader(folder, **SMALL)
+    iterator = iter(loader)
+    next(iterator)
+    loader.close()
+    assert not threads()
+    loader.close()
+    with pytest.raises(ClosedError, match="its VideoLoader was closed"):
+        next(iterator)
+    with pytest.raises(ClosedError, match="this VideoLoader is closed"):
+        iter(loader)
+
+
+def test_closing_an_iterator_is_enough(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        iterator = iter(loader)
+        iterator.close()
+        assert not threads()
+        with pytest.raises(ClosedError, match="it was closed"):
+            next(iterator)
+
+
+def test_close_from_another_thread_wakes_a_waiting_consumer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    original = pipeline.pick_frames
+
+    def slow(*args: Any) -> Any:
+        released.wait(10)
+        return original(*args)
+
+    monkeypatch.setattr(pipeline, "pick_frames", slow)
+    loader = VideoLoader(folder, **SMALL, decode={"threads": 1})
+    iterator = iter(loader)
+    caught: list[BaseException] = []
+
+    def consume() -> None:
+        try:
+            next(iterator)
+        except BaseException as error:
+            caught.append(error)
+
+    consumer = threading.Thread(target=consume)
+    consumer.start()
+    closer = threading.Thread(target=loader.close)
+    closer.start()
+    consumer.join(5)
+    assert not consumer.is_alive()
+    assert isinstance(caught[0], ClosedError)
+    released.set()
+    closer.join(5)
+    assert not threads()
+
+
+@pytest.mark.parametrize("where", ["Assembly", "make_plan"])
+def test_collection_inside_a_worker_does_not_lock_up(folder: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An iterator in a cycle is collected wherever the collector happens to run, be it in a worker that holds a lock."""
+    original = getattr(pipeline, where)
+    dropped = threading.Event()
+
+    def collecting(*args: Any, **kwargs: Any) -> Any:
+        dropped.wait(5)
+        gc.collect()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(pipeline, where, collecting)
+    loader = VideoLoader(folder, **SMALL, decode={"threads": 3})
+    gc.disable()
+    try:
+        cycle: list[Any] = [iter(loader)]
+        cycle.append(cycle)
+        gone = weakref.ref(cycle[0])
+        del cycle
+        dropped.set()
+        assert soon_no_threads(), f"locked up: {threads()}"
+        assert gone() is None
+    finally:
+        gc.enable()
+    monkeypatch.undo()
+    assert len(list(loader)) == 4, "the engines are free again"
+    loader.close()
+
+
+def test_a_new_epoch_waits_for_the_threads_of_a_dropped_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines are shared by all epochs: two threads on one engine would mix up frames."""
+    users: dict[int, int] = {}
+    clashes = []
+    original = pipeline.DecodeEngine.decode
+
+    def watched(engine: Any, *args: Any, **kwargs: Any) -> Any:
+        users[id(engine)] = users.get(id(engine), 0) + 1
+        if users[id(engine)] > 1:
+            clashes.append(engine)
+        try:
+            time.sleep(0.01)
+            return original(engine, *args, **kwargs)
+        finally:
+            users[id(engine)] -= 1
+
+    monkeypatch.setattr(pipeline.DecodeEngine, "decode", watched)
+    with VideoLoader(folder, **SMALL, decode={"threads": 2}) as loader:
+        for _ in range(10):
+            for _ in loader:
+                break
+        assert len(list(loader)) == 4
+    assert not clashes
+
+
+def test_no_file_stays_open_after_epochs(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        list(loader)
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            list(loader)
+        assert len(os.listdir("/proc/self/fd")) <= before
+
+
+SCRIPT = """
+import os, sys, time
+from gpupipe import VideoLoader
+loader = VideoLoader(
+    [sys.argv[1]] * 4000, clip={"frames": 8}, transform={"size": 64}, batch=2, device="cpu", decode={"threads": 3}
+)
+for number, batch in enumerate(loader):
+    if number == 2:
+        print("running", flush=True)
+    BODY
+"""
+
+
+def script(body: str, folder: Path) -> subprocess.Popen[str]:
+    text = SCRIPT.replace("BODY", textwrap.dedent(body).strip().replace("\n", "\n    "))
+    command = [sys.executable, "-c", text, str(folder / "even/0.mp4")]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def ends(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+    try:
+        _, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        pytest.fail(f"still running after {seconds} s")
+    return process.returncode, errors
+
+
+@pytest.mark.parametrize("body", ["pass", "time.sleep(0.3)"])
+def test_ctrl_c_ends_the_loop_at_once(folder: Path, body: str) -> None:
+    process = script(body, folder)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    process.send_signal(signal.SIGINT)
+    begin = time.monotonic()
+    code, errors = ends(process, 10)
+    assert time.monotonic() - begin < 2
+    assert code == -signal.SIGINT
+    assert errors.count("Traceback") == 1
+    assert errors.strip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "says"),
+    [
+        ("if number == 2: sys.exit(3)", 3, ""),
+        ("if number == 2: break", 0, ""),
+        ("if number == 2: kept = iter(loader); next(kept); sys.exit(4)", 4, ""),
+        ("if number == 2: raise ValueError('mine')", 1, "ValueError: mine"),
+    ],
+)
+def test_the_interpreter_may_exit_amid_an_epoch(folder: Path, body: str, code: int, says: str) -> None:
+    begin = time.monotonic()
+    returned, errors = ends(script(body, folder), 30)
+    assert returned == code, errors
+    assert errors.strip().endswith(says)
+    assert errors.count("Traceback") == bool(says)
+    assert time.monotonic() - begin < 25
+
+
+class InWorker(torch.utils.data.IterableDataset[Any]):
+    """Iterates a loader where torch's DataLoader puts it."""
+
+    def __init__(self, loader: VideoLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.loader)
+
+
+def test_a_worker_of_torchs_dataloader_is_refused(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        outer = torch.utils.data.DataLoader(InWorker(loader), batch_size=None, num_workers=1, multiprocessing_context="fork")
+        with pytest.raises(ClosedError, match="cannot be iterated in a forked or worker process"):
+            next(iter(outer))
+
+
+# Bad files
+
+
+def test_a_bad_file_is_replaced_counted_and_named(with_bad: list[dict[str, Any]], caplog: pytest.LogCaptureFixture) -> None:
+    bad = {with_bad[2]["path"], with_bad[5]["path"]}
+    with VideoLoader(with_bad, **SMALL, seed=1) as loader:
+        batches = list(loader)
+        stats = loader.stats()
+        loader.set_epoch(0)
+        again = list(loader)
+    assert [batch.video.shape[0] for batch in batches] == [2] * 4
+    substituted = [path for batch in batches for path in batch.substituted]
+    assert set(substituted) == bad == set(loader.bad_files)
+    assert len(substituted) == stats["substituted"] == stats["bad_clips"] >= 2
+    assert not bad & {path for batch in batches for path in batch.paths}
+    assert equal(batches, again), "substitutes are the same in every run"
+    assert all("cannot" in reason for reason in loader.bad_files.values())
+    for path in bad:
+        told = [record for record in caplog.records if f"{path} cannot be used" in record.getMessage()]
+        assert len(told) == 1, "told once a file"
+    assert "2 files could not be used" in caplog.text
+    labels = {row["path"]: row["label"] for row in with_bad}
+    for batch in batches:
+        assert batch["label"].tolist() == [labels[path] for path in batch.paths], "the substitute brings its own columns"
+
+
+def test_a_bad_file_does_not_touch_its_neighbours(with_bad: list[dict[str, Any]], folder: Path) -> None:
+    good = [{"path": str(path), "label": k} for k, path in enumerate(sorted(folder.rglob("*.*")))]
+    with VideoLoader(good, **SMALL, seed=1) as loader:
+        clips = [(record, clip) for batch in loader for record, clip in zip(batch.clips, batch.video, strict=True)]
+        expected = {record.request.sample: (record, clip) for record, clip in clips}
+    with VideoLoader(with_bad, **SMALL, seed=1) as loader:
+        same = 0
+        for batch in loader:
+            for row, record in enumerate(batch.clips):
+                if record.request.attempt == 0:
+                    wanted, clip = expected[record.request.sample]
+                    assert record == wanted
+                    assert torch.equal(batch.video[row], clip)
+                    same += 1
+    assert same == 6
+
+
+def test_a_bad_file_may_be_skipped(with_bad: list[dict[str, Any]]) -> None:
+    with VideoLoader(with_bad, **SMALL, seed=1, on_bad_file="skip") as loader:
+        batches = list(loader)
+    assert sum(batch.video.shape[0] for batch in batches) == 6
+    for batch in batches:
+        assert {len(tensor) for tensor in batch.values()} == {len(batch.clips)}
+        for row, record in enumerate(batch.clips):
+            assert torch.equal(batch.video[row], remade(record, ClipTransform(loader.config.transform, 4)))
+    assert len(loader.bad_files) == 2
+
+
+def test_a_batch_of_nothing_but_skipped_clips_is_left_out(folder: Path, tmp_path: Path) -> None:
+    paths = [str(folder / "even/0.mp4"), str(tmp_path / "a.mp4"), str(tmp_path / "b.mp4"), str(folder / "even/2.avi")]
+    with VideoLoader(paths, **{**SMALL, "batch": 1}, shuffle=False, on_bad_file="skip", jitter={"depth": 1}) as loader:
+        assert [batch.index for batch in loader] == [0, 3]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_bad_file_may_be_an_error(with_bad: list[dict[str, Any]], count: int) -> None:
+    loader = VideoLoader(with_bad, **SMALL, shuffle=False, on_bad_file="raise", decode={"threads": count})
+    iterator = iter(loader)
+    with pytest.raises(OpenError) as caught:
+        list(iterator)
+    assert caught.value.path in {with_bad[2]["path"], with_bad[5]["path"]}
+    assert not threads()
+    with pytest.raises(ClosedError, match="OpenError"):
+        next(iterator)
+    loader.close()
+
+
+def test_a_clip_that_is_too_short_is_a_bad_sample(tricky: Path, folder: Path) -> None:
+    short = str(tricky / "t15_1frame.mp4")
+    clip = {"frames": 4, "pad": "error"}
+    rows = [short, str(folder / "even/0.mp4")]
+    with VideoLoader(rows, **{**SMALL, "clip": clip, "batch": 1}) as loader:
+        assert {batch.paths[0] for batch in loader} == {rows[1]}
+        assert "too short: 1 frames" in loader.bad_files[short]
+    with VideoLoader([short], **{**SMALL, "clip": clip, "batch": 1}, on_bad_file="raise") as loader, pytest.raises(SampleError):
+        next(iter(loader))
+
+
+def test_all_files_bad_is_one_clear_error(tmp_path: Path) -> None:
+    rows = [str(tmp_path / f"{k}.mp4") for k in range(4)]
+    with VideoLoader(rows, **SMALL) as loader:
+        with pytest.raises(DecodeError, match="32 samples in a row could not be used") as caught:
+            next(iter(loader))
+        assert "bad_files" in str(caught.value)
+        assert set(loader.bad_files) <= set(rows)
+        assert loader.bad_files
+
+
+def test_damaged_and_odd_files_amid_good_ones(tricky: Path) -> None:
+    with VideoLoader(sorted(map(str, tricky.glob("t*.*"))), **SMALL, seed=2) as loader:
+        batches = list(loader)
+    assert len(batches) == len(loader)
+    assert {Path(path).name for path in loader.bad_files} >= {"t13_empty.mp4", "t15_audio_only.mp4"}
+    assert all(torch.isfinite(batch.video).all() for batch in batches)
+
+
+def test_an_unforeseen_error_in_a_worker_reaches_the_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any) -> None:
+        raise ArithmeticError("unforeseen")
+
+    monkeypatch.setattr(pipeline, "make_plan", broken)
+    with VideoLoader(folder, **SMALL, decode={"threads": 3}) as loader, pytest.raises(ArithmeticError, match="unforeseen"):
+        next(iter(loader))
+    assert not threads()
+
+
+def test_stats_add_up(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        iterator = iter(loader)
+        first = next(iterator)
+        deadline = time.monotonic() + 5
+        while loader.stats()["occupancy"] < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert loader.stats()["occupancy"] == 3, "three of four batches wait"
+        batches = [first, *iterator]
+        stats = loader.stats()
+    assert (stats["clips"], stats["batches"], stats["cpu_clips"], stats["frames_used"]) == (8, 4, 8, 32)
+    assert stats["frames_decoded"] == 32
+    costs = [make_plan(indices.load(r.path), r.pick.indices).packets for batch in batches for r in batch.clips]
+    assert stats["packets_decoded"] == sum(costs)
+    assert stats["wait_seconds"] >= stats["wait_p99_seconds"] >= stats["wait_p50_seconds"] > 0
+    assert stats["decode_seconds"] > 0
+    assert stats["occupancy"] == 0

@@ -1,0 +1,168 @@
+"""Which frames make a clip: every sampling mode and padding policy, on real indices and on made-up ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpupipe.config import ClipConfig
+from gpupipe.data import index as indices
+from gpupipe.data.bytes import Identity
+from gpupipe.data.index import VideoIndex
+from gpupipe.data.sample import pick_frames
+from gpupipe.errors import SampleError
+from gpupipe.types import FramePick, VideoInfo
+
+
+def made_index(frames: int, fps: float = 30.0, keys: tuple[int, ...] = (0,), start: float = 0.0) -> VideoIndex:
+    """A video of ``frames`` frames at a constant rate whose frames come in display order."""
+    info = VideoInfo(
+        path="made.mp4", container="mp4", codec="h264", pix_fmt="yuv420p", width=64, height=64, frames=frames,
+        time_base=Fraction(1, 90_000), fps=fps, start_seconds=start, duration_seconds=frames / fps,
+    )  # fmt: skip
+    numbers = np.arange(frames)
+    key = np.isin(numbers, keys)
+    seconds = start + numbers / fps
+    return VideoIndex(Identity("made.mp4", 1, 1), info, 0, numbers, numbers + 1, numbers, key, key, numbers, seconds, b"", 0)
+
+
+def pick(index: VideoIndex, seed: int = 0, start_frame: int | None = None, **fields: Any) -> FramePick:
+    return pick_frames(ClipConfig(**fields), index, np.random.default_rng(seed), start_frame)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    count=st.integers(1, 80),
+    frames=st.integers(1, 24),
+    stride=st.integers(1, 9),
+    seed=st.integers(0, 2**32),
+    pad=st.sampled_from(["repeat-last", "loop"]),
+)
+def test_random_clips_step_by_the_stride_and_pad_as_asked(count: int, frames: int, stride: int, seed: int, pad: str) -> None:
+    found = pick(made_index(count), seed, frames=frames, stride=stride, pad=pad)
+    assert len(found.indices) == frames
+    assert all(0 <= i < count for i in found.indices)
+    real = [i for i, shown in zip(found.indices, found.mask, strict=True) if shown]
+    assert found.mask == (True,) * len(real) + (False,) * (frames - len(real))
+    assert real == list(range(real[0], real[0] + stride * len(real), stride))
+    if (frames - 1) * stride < count:
+        assert all(found.mask), "a clip that fits is never padded"
+    else:
+        assert real[0] == 0, "a clip that does not fit takes all it can"
+        padding = found.indices[len(real) :]
+        if pad == "loop":
+            assert padding == tuple(real[k % len(real)] for k in range(len(padding)))
+        else:
+            assert padding == (real[-1],) * len(padding)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.integers(1, 200), st.integers(1, 40), st.sampled_from(["uniform", "stratified"]), st.integers(0, 2**32))
+def test_segment_modes_span_the_video(count: int, frames: int, sampling: str, seed: int) -> None:
+    found = pick(made_index(count), seed, frames=frames, sampling=sampling)
+    if count < frames:
+        assert found.indices[:count] == tuple(range(count))
+        assert sum(found.mask) == count
+        return
+    assert all(found.mask)
+    for k, i in enumerate(found.indices):
+        if sampling == "uniform":
+            assert i == (2 * k + 1) * count // (2 * frames), "the frame on show in the middle of the segment"
+        else:
+            assert k * count // frames <= i < (k + 1) * count // frames, "one frame out of each segment"
+
+
+def test_every_start_and_every_frame_of_a_segment_can_come() -> None:
+    index = made_index(12)
+    assert {pick(index, seed, frames=4, stride=3).indices[0] for seed in range(60)} == {0, 1, 2}
+    strata = [pick(index, seed, frames=3, sampling="stratified").indices for seed in range(200)]
+    assert [{indices[k] for indices in strata} for k in range(3)] == [{0, 1, 2, 3}, {4, 5, 6, 7}, {8, 9, 10, 11}]
+
+
+def test_equal_generators_give_equal_picks() -> None:
+    index = made_index(300)
+    for sampling in ("random", "stratified", "keyframe", "uniform"):
+        assert pick(index, 5, sampling=sampling) == pick(index, 5, sampling=sampling)
+    assert pick(index, 5, sampling="uniform") == pick(index, 6, sampling="uniform"), "no chance in it"
+
+
+def test_keyframe_clips_start_on_keyframes_that_leave_room() -> None:
+    index = made_index(100, keys=(0, 25, 50, 75, 95))
+    starts = {pick(index, seed, frames=16, sampling="keyframe").indices[0] for seed in range(80)}
+    assert starts == {0, 25, 50, 75}
+    assert {pick(index, seed, frames=40, stride=2, sampling="keyframe").indices[0] for seed in range(20)} == {0}
+    too_short = pick(made_index(10, keys=(3, 7)), frames=16, sampling="keyframe")
+    assert too_short.indices[0] == 3
+    assert sum(too_short.mask) == 7
+
+
+def test_keyframe_clips_of_a_real_file(clips: dict[str, Path]) -> None:
+    index = indices.load(str(clips["h264"]))
+    assert {pick(index, seed, frames=8, sampling="keyframe").indices[0] for seed in range(30)} == {0, 30}
+
+
+def test_too_short_is_an_error_where_asked_and_says_how_short() -> None:
+    with pytest.raises(SampleError) as caught:
+        pick(made_index(10), frames=16, pad="error")
+    assert "made.mp4 is too short: 10 frames at 30 fps give 10 of the 16" in str(caught.value)
+    assert caught.value.path == "made.mp4"
+    assert pick(made_index(16), frames=16, pad="error").indices == tuple(range(16))
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.integers(1, 120), st.integers(1, 20), st.floats(0.5, 120), st.sampled_from([12.5, 25.0, 30.0]), st.integers(0, 99))
+def test_clips_by_rate_show_what_a_player_would(count: int, frames: int, fps: float, video_fps: float, seed: int) -> None:
+    index = made_index(count, video_fps, start=8.3)
+    found = pick(index, seed, frames=frames, fps=fps)
+    start = index.seconds[found.indices[0]]
+    for k, (i, shown) in enumerate(zip(found.indices, found.mask, strict=True)):
+        time = start + k / fps
+        if shown:
+            assert index.seconds[i] <= time + 1e-6
+            assert i == count - 1 or index.seconds[i + 1] > time - 1e-6
+        else:
+            assert time >= index.seconds[-1] + 1 / video_fps - 1e-4, "padding only after the end of the last frame"
+    if (frames - 1) / fps <= index.seconds[-1] - index.seconds[0]:
+        assert all(found.mask)
+
+
+def test_clips_by_rate_follow_the_clock_of_variable_rate_video(tricky: Path) -> None:
+    index = indices.load(str(tricky / "t05_vfr.mp4"))
+    for seed in range(20):
+        found = pick(index, seed, frames=12, fps=15)
+        start = index.seconds[found.indices[0]]
+        expected = [int(np.flatnonzero(index.seconds <= start + k / 15 + 1e-9).max()) for k in range(12)]
+        assert list(found.indices) == expected
+        assert all(found.mask)
+    by_rate, by_stride = pick(index, 0, frames=12, fps=15), pick(index, 0, frames=12, stride=2)
+    assert np.diff(by_rate.indices).tolist() != np.diff(by_stride.indices).tolist(), "the steps are not all alike"
+
+
+def test_a_row_may_fix_the_start(tricky: Path) -> None:
+    index = made_index(50, keys=(0, 30))
+    for sampling in ("random", "keyframe", "uniform", "stratified"):
+        assert pick(index, 1, 7, frames=4, sampling=sampling).indices == (7, 8, 9, 10)
+    assert pick(index, 1, 7, frames=4, stride=5).indices == (7, 12, 17, 22)
+    assert pick(index, 1, 48, frames=4) == FramePick((48, 49, 49, 49), (True, True, False, False))
+    assert pick(index, 1, 48, frames=5, pad="loop").indices == (48, 49, 48, 49, 48)
+    assert pick(index, 1, 10, frames=3, fps=15).indices == (10, 12, 14)
+    one = indices.load(str(tricky / "t15_1frame.mp4"))
+    assert pick(one, frames=4) == FramePick((0, 0, 0, 0), (True, False, False, False))
+
+
+@pytest.mark.parametrize("start", [-1, 50])
+def test_a_start_outside_the_video_is_named(start: int) -> None:
+    with pytest.raises(SampleError, match=rf"start_frame={start} of made.mp4: the video has frames 0 to 49"):
+        pick(made_index(50), 0, start)
+
+
+def test_a_video_without_a_marked_start_point_still_gives_clips() -> None:
+    index = replace(made_index(20), start=np.zeros(20, np.bool_))
+    assert pick(index, frames=8, sampling="keyframe").indices == tuple(range(8))

@@ -1,0 +1,48 @@
+"""The samples run as their docstrings say."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(sample: str, *arguments: str | Path, cwd: Path) -> str:
+    command = [sys.executable, str(ROOT / "samples" / sample), *(str(argument) for argument in arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("samples")
+    out = run("make_data.py", "data", "--train", "4", "--val", "1", cwd=folder)
+    assert "left, right, up, down, clockwise, anticlockwise" in out
+    return folder
+
+
+def test_iterate(data: Path) -> None:
+    out = run("01_iterate.py", "data/train.csv", "--device", "cpu", "--batches", "2", cwd=data)
+    assert out.count("Batch(epoch 0") == 2
+    assert "video: bfloat16[4, 3, 16, 112, 112]" in out
+    assert "0.00 s to" in out
+
+
+def test_iterate_tells_of_bad_files(data: Path) -> None:
+    (data / "bad.mp4").write_bytes(b"no video")
+    out = run("01_iterate.py", "data/val/up", "bad.mp4", "--device", "cpu", cwd=data)
+    assert "could not use bad.mp4" in out
+
+
+def test_train_loop(data: Path) -> None:
+    out = run("02_train_loop.py", "data", "--epochs", "2", "--device", "cpu", cwd=data)
+    lines = out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1"]
+    assert all("validation accuracy" in line for line in lines)

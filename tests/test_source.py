@@ -1,0 +1,237 @@
+"""What there is to read: every way of naming videos, and what is said when one names none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpupipe.config import SourceConfig
+from gpupipe.data.bytes import Identity, LocalFile
+from gpupipe.data.source import collect, column_kinds, start_frame
+from gpupipe.errors import OpenError, SourceError
+from gpupipe.types import Entry
+
+CONFIG = SourceConfig()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """b/2.mp4, a/10.mkv, a/9.MP4, top.webm and a text file; empty, for nothing here opens them."""
+    for name in ("b/2.mp4", "a/10.mkv", "a/9.MP4", "top.webm", "a/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    return tmp_path
+
+
+def names(entries: list[Entry], root: Path) -> list[str]:
+    return [os.path.relpath(entry.path, root) for entry in entries]
+
+
+def table(path: Path, *lines: str) -> Path:
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_file_is_one_entry_under_its_own_name(tree: Path) -> None:
+    assert collect(str(tree / "top.webm"), CONFIG) == [Entry(str(tree / "top.webm"))]
+    assert collect(tree / "a/notes.txt", CONFIG) == [Entry(str(tree / "a/notes.txt"))], "a file that is named is taken"
+
+
+def test_a_folder_is_searched_in_a_fixed_order(tree: Path) -> None:
+    assert names(collect(tree, CONFIG), tree) == ["a/10.mkv", "a/9.MP4", "b/2.mp4", "top.webm"]
+    assert names(collect(tree, SourceConfig(recursive=False)), tree) == ["top.webm"]
+    assert names(collect(tree, SourceConfig(extensions=(".MKV",))), tree) == ["a/10.mkv"]
+
+
+def test_links_that_go_around_in_a_circle_give_each_file_once(tree: Path) -> None:
+    (tree / "a/back").symlink_to(tree)
+    (tree / "elsewhere").symlink_to(tree / "b")
+    found = [os.path.realpath(entry.path) for entry in collect(tree, CONFIG)]
+    assert sorted(found) == sorted({os.path.realpath(p) for p in found})
+    assert len(found) == 4
+
+
+def test_a_linked_folder_outside_is_searched_too(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    outside = tmp_path_factory.mktemp("outside")
+    (outside / "x.mp4").touch()
+    (tree / "c").symlink_to(outside)
+    assert "c/x.mp4" in names(collect(tree, CONFIG), tree)
+
+
+def test_globs_are_sorted_and_may_descend(tree: Path) -> None:
+    assert names(collect(f"{tree}/a/*.[mM]*", CONFIG), tree) == ["a/10.mkv", "a/9.MP4"]
+    assert names(collect(f"{tree}/**/*.mp4", CONFIG), tree) == ["b/2.mp4"]
+
+
+def test_a_name_with_brackets_is_a_file_before_it_is_a_pattern(tree: Path) -> None:
+    odd = tree / "take [1].mp4"
+    odd.touch()
+    assert collect(str(odd), CONFIG) == [Entry(str(odd))]
+
+
+def test_lists_keep_their_order_and_may_mix(tree: Path) -> None:
+    videos: list[Any] = [tree / "top.webm", str(tree / "a"), {"path": "later.mp4", "label": 3}, "missing.mp4"]
+    found = collect(videos, CONFIG)
+    assert [entry.path for entry in found[3:]] == ["later.mp4", "missing.mp4"], "a missing one in a list is met in its turn"
+    assert names(found[:3], tree) == ["top.webm", "a/10.mkv", "a/9.MP4"]
+    assert found[3].columns == {"label": 3}
+    assert collect((path for path in ["x.mp4", "y.mp4"]), CONFIG) == [Entry("x.mp4"), Entry("y.mp4")]
+
+
+@pytest.mark.parametrize(
+    ("videos", "says"),
+    [
+        ("no/such.mp4", "no/such.mp4 does not exist"),
+        ("no/such.csv", "no/such.csv does not exist"),
+        (["no/such.jsonl"], "no/such.jsonl does not exist"),
+        ("no/*.mp4", "no file matches 'no/*.mp4'"),
+        ([], "the list of videos is empty"),
+        (7, "videos=7 names no videos"),
+        ([7], "7 (int) names no video"),
+        ({"file": "a.mp4"}, "a row of videos has no 'path'; its columns are file"),
+    ],
+)
+def test_each_error_names_what_was_asked_for(videos: Any, says: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        collect(videos, CONFIG)
+    assert says in str(caught.value)
+
+
+def test_an_empty_folder_names_itself_and_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=rf"{tmp_path}.*\.mp4"):
+        collect(tmp_path, CONFIG)
+
+
+def test_csv_columns_become_numbers_where_all_cells_are(tmp_path: Path) -> None:
+    path = table(
+        tmp_path / "list.csv",
+        "path,label,score,caption,code,take",
+        "x/1.mp4,0,1,a dog,007,2024_01",
+        "/abs/2.mp4,12,2.5,42,a7,2024_02",
+    )
+    one, two = collect(path, CONFIG)
+    assert (one.path, two.path) == (str(tmp_path / "x/1.mp4"), "/abs/2.mp4"), "relative paths start at the table"
+    assert one.columns == {"label": 0, "score": 1, "caption": "a dog", "code": "007", "take": "2024_01"}
+    assert two.columns == {"label": 12, "score": 2.5, "caption": "42", "code": "a7", "take": "2024_02"}
+    kinds = column_kinds([one, two], ("score", "caption", "code", "take"))
+    assert kinds == {"label": "int", "score": "float", "caption": "text", "code": "text", "take": "text"}
+
+
+def test_csv_with_byte_order_mark_quotes_and_windows_line_ends(tmp_path: Path) -> None:
+    path = tmp_path / "list.CSV"
+    path.write_bytes('\ufeffpath,caption\r\n"a, b.mp4","two\nlines"\r\n'.encode())
+    assert collect(path, CONFIG) == [Entry(str(tmp_path / "a, b.mp4"), {"caption": "two\nlines"})]
+
+
+def test_a_path_that_looks_like_a_number_stays_text(tmp_path: Path) -> None:
+    assert collect(table(tmp_path / "l.csv", "path,label", "0123,1"), CONFIG)[0].path == str(tmp_path / "0123")
+
+
+def test_a_table_in_the_working_directory_gives_plain_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table(tmp_path / "l.csv", "path", "a.mp4")
+    monkeypatch.chdir(tmp_path)
+    assert collect("l.csv", CONFIG) == collect([{"path": "a.mp4"}], CONFIG) == [Entry("a.mp4")]
+
+
+def test_json_lines_keep_their_types(tmp_path: Path) -> None:
+    rows = [{"path": "a.mp4", "label": True, "id": 2**70}, {"path": "b.mp4", "label": 1, "id": 3}]
+    entries = collect(table(tmp_path / "l.jsonl", json.dumps(rows[0]), "", json.dumps(rows[1])), CONFIG)
+    assert [entry.columns for entry in entries] == [{"label": True, "id": 2**70}, {"label": 1, "id": 3}]
+    assert column_kinds(entries, ["id"]) == {"label": "int", "id": "text"}, "what does not fit 64 bits is no tensor"
+
+
+def test_the_path_column_may_have_another_name(tmp_path: Path) -> None:
+    path = table(tmp_path / "l.csv", "file,path", "a.mp4,7")
+    assert collect(path, SourceConfig(path_column="file")) == [Entry(str(tmp_path / "a.mp4"), {"path": 7})]
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "says"),
+    [
+        ("t.csv", ["file,label", "a.mp4,1"], "t.csv line 2 has no 'path'; its columns are file, label"),
+        ("t.csv", ["path,label", "a.mp4,1", ",2"], "t.csv line 3 has no 'path'"),
+        ("t.csv", ["path,label", "a.mp4,1", "b.mp4"], "t.csv line 3 has not as many cells as the header"),
+        ("t.csv", ["path,label", "a.mp4,1,2"], "t.csv line 2 has not as many cells as the header"),
+        ("t.csv", ["path,label"], "t.csv has no rows"),
+        ("t.jsonl", ['{"path": "a.mp4"}', "{oops"], "t.jsonl line 2 is not JSON"),
+        ("t.jsonl", ["[1]"], "t.jsonl line 1 is not a JSON object"),
+        ("t.jsonl", ['{"path": 7}'], "t.jsonl line 1 has no 'path'"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, name: str, lines: list[str], says: str) -> None:
+    with pytest.raises(SourceError) as caught:
+        collect(table(tmp_path / name, *lines), CONFIG)
+    assert says in str(caught.value)
+
+
+def test_a_table_that_is_not_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(b"path\n\xff\xfe.mp4\n")
+    with pytest.raises(SourceError, match=r"t\.csv: 'utf-8'"):
+        collect(tmp_path / "t.csv", CONFIG)
+
+
+def test_labels_by_folder_number_the_sorted_names(tree: Path) -> None:
+    (tree / "top.webm").unlink()
+    entries = collect([tree / "b", tree / "a"], SourceConfig(label_from="folder"))
+    assert [entry.columns["label"] for entry in entries] == [1, 0, 0]
+    row = collect([{"path": "b/1.mp4", "label": 9}, "a/1.mp4"], SourceConfig(label_from="folder"))
+    assert [entry.columns["label"] for entry in row] == [9, 0], "a row's own label goes first"
+
+
+@pytest.mark.parametrize(
+    ("columns", "asked", "says"),
+    [
+        ([{"label": "cat"}], [], "'label' is text"),
+        ([{"label": 1}, {}], [], "b.mp4 has no value in column 'label' (its columns: none)"),
+        ([{"a": 1}, {"a": None}], ["a"], "b.mp4 has no value in column 'a' (its columns: a)"),
+        ([{}, {}], ["fps"], "a.mp4 has no value in column 'fps'"),
+        ([{"mask": 1}], ["mask"], "'mask' has the name of a tensor of the batch"),
+    ],
+)
+def test_a_column_that_cannot_travel_is_named(columns: list[dict[str, Any]], asked: list[str], says: str) -> None:
+    entries = [Entry(f"{'ab'[k]}.mp4", row) for k, row in enumerate(columns)]
+    with pytest.raises(SourceError) as caught:
+        column_kinds(entries, asked)
+    assert says in str(caught.value)
+
+
+def test_start_frames_are_whole_numbers_or_absent() -> None:
+    rows: list[dict[str, Any]] = [{}, {"start_frame": ""}, {"start_frame": None}, {"start_frame": 5}, {"start_frame": "6"}]
+    assert [start_frame(Entry("a.mp4", row)) for row in rows] == [None, None, None, 5, 6]
+    for bad in ("soon", 1.5, [3]):
+        with pytest.raises(SourceError, match=r"start_frame=.* of a\.mp4 is not a whole number"):
+            start_frame(Entry("a.mp4", {"start_frame": bad}))
+
+
+def test_an_identity_tells_versions_of_a_file_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.mp4"
+    file.write_bytes(b"12")
+    monkeypatch.chdir(tmp_path)
+    first = Identity.of("a.mp4")
+    assert first == Identity.of(str(file)) == Identity(str(file), 2, file.stat().st_mtime_ns)
+    os.utime(file, ns=(0, first.mtime_ns + 1))
+    assert Identity.of("a.mp4") != first
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.mp4")
+    for path, says in (
+        (tmp_path / "pipe.mp4", "not a regular file"),
+        (tmp_path, "is a folder"),
+        (tmp_path / "none", "No such file"),
+        ("a\0b.mp4", "null"),
+    ):
+        with pytest.raises(OpenError, match=says):
+            Identity.of(str(path))
+
+
+def test_range_reads_stop_at_the_end(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"0123456789")
+    with LocalFile(str(tmp_path / "f")) as file:
+        assert (file.read(3, 4), file.read(8, 9), file.read(20, 1), file.read(0, 0)) == (b"3456", b"89", b"", b"")
+    with pytest.raises(OpenError, match="none"):
+        LocalFile(str(tmp_path / "none"))
