@@ -113,7 +113,7 @@ class Progress:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
             self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                TextColumn("{task.description}"), BarColumn(bar_width=8), MofNCompleteColumn(),
                 TextColumn("{task.fields[text]}"), TimeElapsedColumn(), console=Console(stderr=True),
             )  # fmt: skip
             self._bar.start()

@@ -106,14 +106,14 @@ def _train(config: DemoConfig) -> dict[str, Any]:
             shuffle=False,
             **shared,
         ) as held_out,
-        Progress("training", config.epochs * len(loader)) as bar,
+        Progress("train", config.epochs * len(loader)) as bar,
     ):
 
         def show(log: TrainLog) -> None:
             recent = log.losses[-log.steps_per_epoch :]
             wait = sum(log.waits[-log.steps_per_epoch :]) / len(recent)
-            text = f"loss {sum(recent) / len(recent):.3f}  val acc {100 * log.accuracy:5.1f} %  "
-            bar.update(len(log.losses), f"{text}{log.clips_per_s:.0f} clips/s  wait {1000 * wait:.1f} ms/step")
+            text = f"loss {sum(recent) / len(recent):.2f} acc {100 * log.accuracy:.1f} %"  # all fits a row of 80 characters
+            bar.update(len(log.losses), f"{text} {log.clips_per_s:.0f} clips/s wait {1000 * wait:.0f} ms/step")
 
         log = train(model, loader, held_out, epochs=config.epochs, stop_at=config.stop_at, on_step=show)
         bad_files = {**loader.bad_files, **held_out.bad_files}

@@ -56,9 +56,9 @@ class IndexProcess:
 
     def start(self) -> bool:
         """Starts the process and waits until it is ready; False when it ended instead."""
-        output = self._started().stdout
-        assert output is not None
         with suppress(OSError, ValueError):
+            output = self._started().stdout
+            assert output is not None
             return output.read(len(_READY)) == _READY
         return False
 
@@ -88,7 +88,7 @@ class IndexProcess:
         """Ends the process and clears up after it; by the thread that used it."""
         self.end()
         if self._process is not None:
-            with self._process:  # closes the pipes and waits
+            with suppress(BrokenPipeError), self._process:  # closes the pipes and waits; a request may be stuck in one
                 pass
 
 
