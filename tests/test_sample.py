@@ -30,7 +30,9 @@ def made_index(frames: int, fps: float = 30.0, keys: tuple[int, ...] = (0,), sta
     numbers = np.arange(frames)
     key = np.isin(numbers, keys)
     seconds = start + numbers / fps
-    return VideoIndex(Identity("made.mp4", 1, 1), info, 0, numbers, numbers + 1, numbers, key, key, numbers, seconds, b"", 0)
+    none = np.zeros(frames, np.bool_)
+    arrays = (numbers, numbers + 1, numbers, key, key, none, numbers, seconds)
+    return VideoIndex(Identity("made.mp4", 1, 1), info, 0, *arrays, b"", 0)
 
 
 def pick(index: VideoIndex, seed: int = 0, start_frame: int | None = None, **fields: Any) -> FramePick:

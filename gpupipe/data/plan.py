@@ -13,10 +13,17 @@ from gpupipe.data.index.model import Int64s
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One run of packets from a start point on: ``first`` … ``last``, both fed."""
+    """One run of packets to feed, ascending, from a start point on."""
 
-    first: int
-    last: int
+    packets: tuple[int, ...]
+
+    @property
+    def first(self) -> int:
+        return self.packets[0]
+
+    @property
+    def last(self) -> int:
+        return self.packets[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,28 +45,32 @@ class Plan:
     @property
     def packets(self) -> int:
         """The plan's cost: packets to decode."""
-        return sum(run.last - run.first + 1 for run in self.passes)
+        return sum(len(run.packets) for run in self.passes)
 
 
 def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
     """Plans the decode of frames given by display position, in any order and with repeats.
 
-    Each frame is reached from the last start point that can give it; runs that meet become one.
+    Each frame is reached from the last start point that can give it; runs that meet become one. Pictures that no other picture
+    refers to are left out unless they are wanted.
     """
     frames = np.unique(np.asarray(indices, np.int64))
     targets = index.display[frames]
     starts = index.start_of[frames]
     last = _last_packet(index, targets)
-    passes: list[Pass] = []
+    spans: list[tuple[int, int]] = []
     for k in np.lexsort((targets, starts)):
         first, end = int(starts[k]), int(last[k])
-        if passes and first <= passes[-1].last + 1:
-            passes[-1] = Pass(passes[-1].first, max(passes[-1].last, end))
+        if spans and first <= spans[-1][1] + 1:
+            spans[-1] = (spans[-1][0], max(spans[-1][1], end))
         else:
-            passes.append(Pass(first, end))
+            spans.append((first, end))
+    fed = ~index.droppable
+    fed[targets] = True
+    passes = tuple(Pass(tuple((first + np.flatnonzero(fed[first : end + 1])).tolist())) for first, end in spans)
     slots = {int(packet): slot for slot, packet in enumerate(targets)}
     position = {int(frame): slot for slot, frame in enumerate(frames)}
-    return Plan(tuple(passes), slots, tuple(position[int(i)] for i in indices), tuple(int(f) for f in frames))
+    return Plan(passes, slots, tuple(position[int(i)] for i in indices), tuple(int(f) for f in frames))
 
 
 def _last_packet(index: VideoIndex, targets: Int64s) -> Int64s:

@@ -35,9 +35,9 @@ class PacketFeed:
         return self._from_file(self._file, run) if self._file is not None else self._demuxed(run)
 
     def _from_file(self, file: LocalFile, run: Pass) -> Iterator[tuple[int, bytes]]:
-        numbers = range(run.first, run.last + 1)
-        position = self._index.position[run.first : run.last + 1].tolist()
-        size = self._index.size[run.first : run.last + 1].tolist()
+        numbers = list(run.packets)
+        position = self._index.position[numbers].tolist()
+        size = self._index.size[numbers].tolist()
         low = min(position)
         high = max(at + length for at, length in zip(position, size, strict=True))
         whole = file.read(low, high - low) if high - low <= _SPAN * sum(size) else None
@@ -53,6 +53,7 @@ class PacketFeed:
         import av
 
         index = self._index
+        wanted = frozenset(run.packets)
         given = False
         for rewind in (run.first == 0, True):
             container, stream = open_video(index.identity.path)
@@ -65,7 +66,7 @@ class PacketFeed:
                         number = self._number_of(packet)
                         if number is None or number > run.first:
                             break
-                    if number >= run.first:
+                    if number in wanted:
                         given = True
                         yield number, bytes(packet)
                     if number == run.last:

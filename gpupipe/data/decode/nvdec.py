@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -16,6 +16,7 @@ from gpupipe.data.decode.surface import FrameStore
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.bitstream.nal import parameter_sets, to_annexb
 from gpupipe.data.plan import Pass, Plan
+from gpupipe.device.driver import unwind_contexts
 from gpupipe.device.inventory import load, nvdec_codec
 from gpupipe.types import PlaneFormat, Planes
 
@@ -30,6 +31,10 @@ room would be shared by more streams, but slows the decoding of small frames."""
 _BYTE_STREAMS = ("h264", "hevc")
 """Codecs whose parser finds the pictures in any run of bytes by itself; the others want one picture a call."""
 _PACKETS_A_CALL = 64
+_WANTED_A_CALL = 8
+"""Packets a call where wanted frames come out."""
+_NEVER = 1 << 62
+"""A time that no packet has: the decoder leaves frames before it unmapped, but counts them."""
 _BYTES_A_CALL = 64 << 20
 """Bound on the decoded frames of one call, which the decoder holds all at once."""
 
@@ -89,10 +94,11 @@ class NvdecDecoder:
             target = _Target(index, plan, self._store, self._stream)
             with PacketFeed(index) as feed:
                 for run in plan.passes:
-                    if by_count and index.show_order[run.first] == index.show_order[run.first : run.last + 1].min():
+                    if by_count and index.show_order[run.first] == index.show_order[list(run.packets)].min():
                         self._run_by_count(session.decoder, index, feed, run, target, stop)
                     else:  # leading pictures: they come out or not as the decoder sees fit
                         self._run_by_time(session.decoder, index, feed, run, target, stop)
+            unwind_contexts()  # the decoder leaves one on the thread's stack for each frame that it does not map
             return target.planes()
         except BaseException as error:
             self._sessions.pop(key, None)  # its parser may hold half a stream
@@ -103,26 +109,34 @@ class NvdecDecoder:
     def _run_by_count(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
         """Feeds many packets a call and tells frames apart by the order in which they come out, which is that of showing.
 
-        Each call gives up the interpreter lock and must win it back: at small frame sizes that costs more than the decode.
+        Each call gives up the interpreter lock and must win it back: at small frame sizes that costs more than the decode. As
+        long as no wanted frame can come out, frames are not even mapped: mapping waits for the engine.
         """
-        packets = run.first + np.argsort(index.show_order[run.first : run.last + 1])
-        expected = [target.slots.get(packet) for packet in packets.tolist()]
-        frame_bytes = index.info.width * index.info.height * 2
-        a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // frame_bytes))
-        shown = 0
+        packets = np.array(run.packets)
+        expected = [target.slots.get(packet) for packet in packets[np.argsort(index.show_order[packets])].tolist()]
+        wanted = deque(rank for rank, slot in enumerate(expected) if slot is not None)
+        a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // (index.info.width * index.info.height * 2)))
         data = self._byte_stream(index, feed, run)
-        while chunk := b"".join(islice(data, a_call)):
+        fed = shown = 0
+        while wanted and fed < len(expected):
             if stop():
                 raise Stopped
-            shown = target.take_in_order(decoder.Decode(self._packet(chunk, 0)), expected, shown)
-        shown = target.take_in_order(decoder.Decode(self._end()), expected, shown)
-        if shown != len(expected):
+            unwanted = wanted[0] - fed  # the frame of this rank comes out once so many packets and its own have gone in
+            decoder.SetSeekPTS(_NEVER if unwanted > 0 else 0)
+            chunk = list(islice(data, min(a_call, unwanted if unwanted > 0 else _WANTED_A_CALL)))
+            shown = target.take_in_order(decoder.Decode(self._packet(b"".join(chunk), 0)), expected, shown)
+            fed += len(chunk)
+            while wanted and wanted[0] < shown:
+                wanted.popleft()
+        decoder.SetSeekPTS(0 if wanted else _NEVER)
+        if target.take_in_order(decoder.Decode(self._end()), expected, shown) != fed:
             raise _Miscounted
 
     def _run_by_time(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
         """Feeds packet by packet and tells frames apart by the number that each packet got for a time."""
-        numbers = index.show_order[run.first : run.last + 1].tolist()
-        slots = {number: target.slots.get(run.first + k) for k, number in enumerate(numbers)}
+        numbers = index.show_order[list(run.packets)].tolist()
+        slots = {number: target.slots.get(packet) for number, packet in zip(numbers, run.packets, strict=True)}
+        decoder.SetSeekPTS(0)
         for number, data in zip(numbers, self._byte_stream(index, feed, run), strict=True):
             if stop():
                 raise Stopped

@@ -11,6 +11,7 @@ import numpy as np
 
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.index.bitstream.nal import nal_length_size
+from gpupipe.data.index.bitstream.reference import unreferenced_layer
 from gpupipe.data.index.bitstream.start import is_start_point
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.errors import OpenError
@@ -83,6 +84,7 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
     length_size = nal_length_size(codec, extradata)
     offset = _DATA_AFTER_POS.get(container.format.name, 0)
     rows: list[tuple[int, int, int | None, int | None, bool, bool, bool]] = []
+    layers: list[int | None] = []
     first: Any = None
     with LocalFile(identity.path) as file:
         window = _Window(file)
@@ -93,6 +95,7 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
                 at = -1
             start = packet.is_keyframe and is_start_point(codec, data, length_size)
             rows.append((at, len(data), packet.pts, packet.dts, packet.is_keyframe, start, not packet.is_discard))
+            layers.append(unreferenced_layer(codec, data, length_size))
             if first is None:
                 first = next(iter(_decode(context, packet)), None)
     if not rows:
@@ -114,12 +117,16 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
         display = display[np.argsort(np.array(times, np.int64)[display], kind="stable")]
     if not len(display):
         raise OpenError(f"no frame of {identity.path} can be decoded", fix="is the file whole?", path=identity.path)
+    highest = max((layer for layer in layers if layer is not None), default=0)
+    droppable = np.array([layer == highest and not interlaced for layer in layers], np.bool_)
     if not starts.any():
         starts[0] = True
     pts = np.array(times, np.int64)
     seconds = pts[display] * float(stream.time_base or Fraction(1, 90000))
     info = _info(identity.path, container, stream, first, seconds, interlaced=interlaced)
-    return VideoIndex(identity, info, stream.index, position, size, pts, key, starts, display, seconds, extradata, length_size)
+    return VideoIndex(
+        identity, info, stream.index, position, size, pts, key, starts, droppable, display, seconds, extradata, length_size
+    )
 
 
 class _Window:

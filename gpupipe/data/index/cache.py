@@ -25,7 +25,7 @@ from gpupipe.telemetry import log
 from gpupipe.types import VideoInfo
 
 _MAGIC = b"gpupipe-index-1\n"
-_ARRAYS = ("position", "size", "pts", "key", "start", "display", "seconds")
+_ARRAYS = ("position", "size", "pts", "key", "start", "droppable", "display", "seconds")
 
 
 def cache_dir() -> Path:

@@ -27,6 +27,7 @@ class VideoIndex:
         size: (P,) bytes of each packet.
         pts: (P,) presentation times in ``info.time_base``.
         key: (P,) the container's keyframe flags.
+        droppable: (P,) packets of pictures to which no other picture refers.
         start: (P,) packets from which a decode may start.
         display: (F,) the packet that yields each frame, in display order.
         seconds: (F,) time of each frame in seconds of the video's clock, never falling.
@@ -42,6 +43,7 @@ class VideoIndex:
     pts: Int64s
     key: Bools
     start: Bools
+    droppable: Bools
     display: Int64s
     seconds: NDArray[np.float64]
     extradata: bytes = field(repr=False)
