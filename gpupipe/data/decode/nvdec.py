@@ -123,9 +123,10 @@ class NvdecDecoder:
                 raise Stopped
             unwanted = wanted[0] - fed  # the frame of this rank comes out once so many packets and its own have gone in
             decoder.SetSeekPTS(_NEVER if unwanted > 0 else 0)
-            chunk = list(islice(data, min(a_call, unwanted if unwanted > 0 else _WANTED_A_CALL)))
-            shown = target.take_in_order(decoder.Decode(self._packet(b"".join(chunk), 0)), expected, shown)
-            fed += len(chunk)
+            pieces = list(islice(data, min(a_call, unwanted if unwanted > 0 else _WANTED_A_CALL)))
+            chunk = b"".join(pieces)  # kept in a name: the decoder reads its memory
+            shown = target.take_in_order(decoder.Decode(self._packet(chunk, 0)), expected, shown)
+            fed += len(pieces)
             while wanted and wanted[0] < shown:
                 wanted.popleft()
         decoder.SetSeekPTS(0 if wanted else _NEVER)
@@ -157,6 +158,7 @@ class NvdecDecoder:
             head = b""
 
     def _packet(self, data: bytes, time: int) -> Any:
+        """A packet that points into ``data``, which must outlive its decode."""
         packet = self._nvc.PacketData()
         packet.bsl_data, packet.bsl = np.frombuffer(data, np.uint8).ctypes.data, len(data)
         packet.pts = packet.dts = time
