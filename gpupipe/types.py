@@ -48,6 +48,8 @@ class VideoInfo:
     """Where a 4:2:0 chroma sample lies among its luma samples; MPEG's ``left`` where the stream does not say."""
     pixel_aspect: Fraction = Fraction(1)
     interlaced: bool = False
+    uniform: bool = True
+    """One size and one format from end to end, as far as the headers of the keyframes tell."""
     variable_rate: bool = False
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from gpupipe.data.index.bitstream.nal import (
     unescape,
     units,
 )
+from gpupipe.data.index.bitstream.reference import unreferenced_layer
+from gpupipe.data.index.bitstream.sequence import sequences
 from gpupipe.data.index.bitstream.start import is_start_point
 
 
@@ -173,3 +176,50 @@ def test_rubbish_is_read_in_bounded_time(codec: str, data: bytes, length_size: i
         out = b""
     assert isinstance(out, bytes)
     assert time.perf_counter() - begin < 1
+
+
+def packets_of(path: Path) -> tuple[str, bytes, list[Any]]:
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        context = stream.codec_context
+        packets = [packet for packet in container.demux(stream) if packet.size]
+        return context.codec.canonical_name, bytes(context.extradata or b""), packets
+
+
+@pytest.mark.parametrize("name", ["h264", "hevc"])
+def test_unreferenced_pictures_are_some_of_the_b_pictures(name: str, clips: dict[str, Path]) -> None:
+    codec, extradata, packets = packets_of(clips[name])
+    size = nal_length_size(codec, extradata)
+    layers = [unreferenced_layer(codec, bytes(packet), size) for packet in packets]
+    free = [packet for packet, layer in zip(packets, layers, strict=True) if layer is not None]
+    assert 10 < len(free) < 50
+    following = {packet.pts for one, packet in pairwise(packets) if packet.pts < one.pts}
+    assert {packet.pts for packet in free} & following, "decoded after pictures that are shown later: B pictures"
+    assert not any(packet.is_keyframe for packet in free)
+
+
+def test_a_picture_with_parameter_sets_or_a_reference_is_kept() -> None:
+    free, referred, sets = b"\x01\x9a", b"\x41\x9a", b"\x67\x64"
+    assert unreferenced_layer("h264", START_CODE + free, 0) == 0
+    assert unreferenced_layer("h264", START_CODE + free + START_CODE + referred, 0) is None
+    assert unreferenced_layer("h264", START_CODE + sets + START_CODE + free, 0) is None
+    assert unreferenced_layer("hevc", START_CODE + bytes([0 << 1, 3]), 0) == 2, "TRAIL_N of the third temporal layer"
+    assert unreferenced_layer("hevc", START_CODE + bytes([1 << 1, 1]), 0) is None, "TRAIL_R"
+    assert unreferenced_layer("hevc", START_CODE + bytes([0 << 1, 8 | 1]), 0) is None, "another layer than the base"
+    assert unreferenced_layer("vp9", free, 0) is None
+    assert unreferenced_layer("h264", b"", 4) is None
+
+
+@pytest.mark.parametrize(("name", "width", "height"), [("vp9", 320, 240), ("vp9_odd", 175, 143)])
+def test_vp9_keyframes_state_their_size(name: str, width: int, height: int, clips: dict[str, Path]) -> None:
+    _, _, packets = packets_of(clips[name])
+    stated = [sequences("vp9", bytes(packet), 0) for packet in packets if packet.is_keyframe]
+    assert stated
+    assert set.union(*stated) == {(width - 1).to_bytes(2, "big") + (height - 1).to_bytes(2, "big")}
+    assert not any(sequences("vp9", bytes(packet), 0) for packet in packets if not packet.is_keyframe)
+
+
+@given(st.binary(max_size=64), st.sampled_from(["h264", "hevc", "vp8", "vp9", "mpeg4"]), st.sampled_from([0, 1, 2, 4]))
+def test_headers_of_rubbish_are_no_error(data: bytes, codec: str, size: int) -> None:
+    sequences(codec, data, size)
+    unreferenced_layer(codec, data, size)

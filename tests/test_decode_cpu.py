@@ -219,6 +219,13 @@ def two_sizes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "both.h264"
 
 
+def test_a_change_of_size_keeps_the_video_from_nvdec(two_sizes: Path, clips: dict[str, Path]) -> None:
+    info = indices.load(str(two_sizes)).info
+    assert not info.uniform
+    assert "changes in mid-stream" in str(choose(info, torch.device("cuda", 0)).reason)
+    assert all(indices.load(str(path)).info.uniform for path in clips.values())
+
+
 def test_a_change_of_size_names_the_frame(two_sizes: Path) -> None:
     index = indices.load(str(two_sizes))
     assert index.info.frames == 40

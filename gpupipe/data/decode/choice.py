@@ -37,6 +37,8 @@ def _why_not_nvdec(info: VideoInfo, device: torch.device, mode: str) -> str | No
         return "the device is the CPU"
     if info.interlaced:
         return "interlaced video: NVDEC would deinterlace it"
+    if not info.uniform:
+        return "its size or format changes in mid-stream: NVDEC would scale the rest to the first size"
     if info.codec not in _EXACT:
         return f"{info.codec}: hardware and software need not agree to the bit"
     subsampling = re.match(r"yuvj?(4\d\d)p", info.pix_fmt)

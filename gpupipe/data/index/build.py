@@ -12,6 +12,7 @@ import numpy as np
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.index.bitstream.nal import nal_length_size
 from gpupipe.data.index.bitstream.reference import unreferenced_layer
+from gpupipe.data.index.bitstream.sequence import sequences, sequences_of_extradata
 from gpupipe.data.index.bitstream.start import is_start_point
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.errors import OpenError
@@ -85,6 +86,7 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
     offset = _DATA_AFTER_POS.get(container.format.name, 0)
     rows: list[tuple[int, int, int | None, int | None, bool, bool, bool]] = []
     layers: list[int | None] = []
+    kinds, uniform = sequences_of_extradata(codec, extradata), True
     first: Any = None
     with LocalFile(identity.path) as file:
         window = _Window(file)
@@ -96,6 +98,9 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
             start = packet.is_keyframe and is_start_point(codec, data, length_size)
             rows.append((at, len(data), packet.pts, packet.dts, packet.is_keyframe, start, not packet.is_discard))
             layers.append(unreferenced_layer(codec, data, length_size))
+            if packet.is_keyframe:
+                kinds |= sequences(codec, data, length_size)
+            uniform = uniform and not packet.has_sidedata("new_extradata")
             if first is None:
                 first = next(iter(_decode(context, packet)), None)
     if not rows:
@@ -123,7 +128,7 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
         starts[0] = True
     pts = np.array(times, np.int64)
     seconds = pts[display] * float(stream.time_base or Fraction(1, 90000))
-    info = _info(identity.path, container, stream, first, seconds, interlaced=interlaced)
+    info = _info(identity.path, container, stream, first, seconds, interlaced=interlaced, uniform=uniform and len(kinds) <= 1)
     return VideoIndex(
         identity, info, stream.index, position, size, pts, key, starts, droppable, display, seconds, extradata, length_size
     )
@@ -199,7 +204,7 @@ def _counted(packets: int, display: Any, stream: VideoStream) -> list[int | None
 
 
 def _info(
-    path: str, container: InputContainer, stream: VideoStream, first: Any, seconds: Any, *, interlaced: bool
+    path: str, container: InputContainer, stream: VideoStream, first: Any, seconds: Any, *, interlaced: bool, uniform: bool
 ) -> VideoInfo:
     context: Any = stream.codec_context
     if first is None and not context.pix_fmt:
@@ -233,5 +238,6 @@ def _info(
         chroma_location="center" if context.codec.canonical_name in ("mjpeg", "mpeg1video") else "left",
         pixel_aspect=Fraction(stream.sample_aspect_ratio or 1) or Fraction(1),
         interlaced=interlaced,
+        uniform=uniform,
         variable_rate=bool(len(steps) and float(steps.max() - steps.min()) > 0.5 * mean_step),
     )
