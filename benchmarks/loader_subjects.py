@@ -132,7 +132,7 @@ Maker = Callable[[Case, Sequence[Draw], torch.device], Session]
 
 SUBJECTS: dict[str, Maker] = {
     "gpupipe": Gpupipe,
-    "gpupipe-10t": lambda c, d, dev: Gpupipe(c, d, dev, 10),
+    "gpupipe-7t": lambda c, d, dev: Gpupipe(c, d, dev, 7),
     "torchcodec-cuda-7t": lambda c, d, dev: torchcodec(c, d, dev, 7, str(dev), "exact"),
     "torchcodec-cuda-14t": lambda c, d, dev: torchcodec(c, d, dev, 14, str(dev), "exact"),
     "torchcodec-cuda-14t-approximate": lambda c, d, dev: torchcodec(c, d, dev, 14, str(dev), "approximate"),

@@ -167,7 +167,8 @@ class DecodeConfig(StageConfig):
     decoder: Literal["auto", "nvdec", "cpu"] = "auto"
     """``auto``: NVDEC for what the engine has on a CUDA device, else the CPU; ``nvdec``: an error where NVDEC cannot serve."""
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Decode threads; None: one for each NVDEC engine, on the CPU one for each core that this process may use."""
+    """Decode threads; None: half again as many as NVDEC has engines, on the CPU one for each core
+    that this process may use."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 

@@ -14,6 +14,7 @@ import figures
 import loader_cases
 import make_media
 import pytest
+import soak
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,7 +34,8 @@ def assert_form(data: dict[str, Any], name: str) -> None:
         if row["value"] is None:
             assert row["error"]
         else:
-            assert 0 < row["low"] <= row["value"] <= row["high"]
+            assert row["low"] <= row["value"] <= row["high"]
+            assert row["low"] > 0 or row["better"] == "lower", "only what should be small may be nothing, or less"
             assert row["runs"] >= 1
 
 
@@ -184,3 +186,22 @@ def test_the_loader_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
     rates = {row["subject"]: row for row in data["rows"] if row["metric"] == "clips_per_s"}
     assert set(rates) == {"gpupipe", "pyav-16t"}
     assert all(row["value"] is not None for row in rates.values()), rates
+
+
+def test_a_short_soak_leaves_nothing_and_has_the_form(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--minutes", "0.05", "--device", "cpu", "--files", "13"]
+    command += ["--kinds", "h264-tiny", "--media", str(tmp_path / "media"), "--out", str(tmp_path), "--allow", "2000"]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert run.returncode == 0, run.stderr
+    data = json.loads((tmp_path / "soak--cpu.json").read_text(encoding="utf-8"))
+    assert_form(data, "soak--cpu.json")
+    values = {row["metric"]: row["value"] for row in data["rows"]}
+    assert values["threads_left"] == values["processes_left"] == 0
+    assert values["clips_per_s"] > 0
+    assert "2 bad files" in run.stderr
+
+
+def test_growth_is_told_from_a_steady_state() -> None:
+    assert soak.growth([10, 50, 90, 100, 100, 101, 100, 99, 100]) == 0
+    assert soak.growth([100, 110, 120, 130, 140, 150, 160, 170, 180]) == 30
+    assert soak.growth([7]) == 0

@@ -23,7 +23,7 @@ from gpupipe.data.transform import ClipTransform
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
-from gpupipe.telemetry import Telemetry, log
+from gpupipe.telemetry import Telemetry
 from gpupipe.types import Batch
 
 
@@ -225,8 +225,10 @@ class BatchIterator(Iterator[Batch]):
         self._finished = True
         self._pipeline.stop()
         if self._job.bad_files:
+            count = len(self._job.bad_files)
             names = ", ".join(sorted(self._job.bad_files)[:10])
-            log.warning("%d files could not be used so far: %s (see VideoLoader.bad_files)", len(self._job.bad_files), names)
+            message = f"{count} files could not be used so far: {names} (see VideoLoader.bad_files)"
+            self._job.telemetry.warn_once(f"{count} bad files", message)
 
     def close(self) -> None:
         """Ends this epoch and its threads; may be called again."""
@@ -255,12 +257,13 @@ def _index_workers(device: torch.device) -> int:
 
 
 def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> list[DecodeEngine]:
-    """One engine a thread: on CUDA as many as NVDEC has engines, on the CPU one a core, unless the user says otherwise."""
+    """One engine a thread: on the CPU one a core; on CUDA half again as many as NVDEC has, so that while one thread waits for
+    its last frames, or has none yet, another keeps the hardware busy."""
     hardware = 0
     if device.type == "cuda":
         load("cupy")
         caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
-        hardware = caps.engines if config.decode.decoder != "cpu" else 0
+        hardware = caps.engines + caps.engines // 2 if config.decode.decoder != "cpu" else 0
         if not caps.supported:
             if config.decode.decoder == "nvdec":
                 raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
