@@ -179,7 +179,7 @@ def load_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VideoIndex, 
 
 
 def same(one: VideoIndex, other: VideoIndex) -> bool:
-    arrays = ("position", "size", "pts", "key", "start", "display", "seconds")
+    arrays = ("position", "size", "pts", "key", "start", "droppable", "display", "seconds")
     return (
         all(np.array_equal(getattr(one, name), getattr(other, name)) for name in arrays)
         and (one.info, one.identity, one.stream) == (other.info, other.identity, other.stream)

@@ -25,13 +25,13 @@ def made_index(frames: int, fps: float = 30.0, keys: tuple[int, ...] = (0,), sta
     """A video of ``frames`` frames at a constant rate whose frames come in display order."""
     info = VideoInfo(
         path="made.mp4", container="mp4", codec="h264", pix_fmt="yuv420p", width=64, height=64, frames=frames,
-        time_base=Fraction(1, 90_000), fps=fps, start_seconds=start, duration_seconds=frames / fps,
+        time_base=1 / Fraction(fps), fps=fps, start_seconds=round(start * fps) / fps, duration_seconds=frames / fps,
     )  # fmt: skip
     numbers = np.arange(frames)
     key = np.isin(numbers, keys)
-    seconds = start + numbers / fps
+    pts = numbers + round(start * fps)
     none = np.zeros(frames, np.bool_)
-    arrays = (numbers, numbers + 1, numbers, key, key, none, numbers, seconds)
+    arrays = (numbers, numbers + 1, pts, key, key, none, numbers)
     return VideoIndex(Identity("made.mp4", 1, 1), info, 0, *arrays, b"", 0)
 
 

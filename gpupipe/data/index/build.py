@@ -100,7 +100,7 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
             layers.append(unreferenced_layer(codec, data, length_size))
             if packet.is_keyframe:
                 kinds |= sequences(codec, data, length_size)
-            uniform = uniform and not packet.has_sidedata("new_extradata")
+                uniform = uniform and not packet.has_sidedata("new_extradata")
             if first is None:
                 first = next(iter(_decode(context, packet)), None)
     if not rows:
@@ -127,11 +127,10 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
     if not starts.any():
         starts[0] = True
     pts = np.array(times, np.int64)
-    seconds = pts[display] * float(stream.time_base or Fraction(1, 90000))
+    seconds = pts[display] * float(_time_base(stream))
     info = _info(identity.path, container, stream, first, seconds, interlaced=interlaced, uniform=uniform and len(kinds) <= 1)
-    return VideoIndex(
-        identity, info, stream.index, position, size, pts, key, starts, droppable, display, seconds, extradata, length_size
-    )
+    arrays = (position, size, pts, key, starts, droppable, display)
+    return VideoIndex(identity, info, stream.index, *arrays, extradata, length_size)
 
 
 class _Window:
@@ -195,12 +194,17 @@ def _display_by_decoding(path: str) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _counted(packets: int, display: Any, stream: VideoStream) -> list[int | None]:
-    tick = float(stream.time_base or Fraction(1, 90000))
+    tick = float(_time_base(stream))
     step = 1 / (float(stream.average_rate or 25) * tick)
     times = [0.0] * packets
     for shown, packet in enumerate(display):
         times[packet] = shown * step
     return [round(time) for time in times]
+
+
+def _time_base(stream: VideoStream) -> Fraction:
+    """Seconds a tick; MPEG's own clock where the container does not say."""
+    return Fraction(stream.time_base or Fraction(1, 90000))
 
 
 def _info(
@@ -227,7 +231,7 @@ def _info(
         width=first.width if first is not None else context.width,
         height=first.height if first is not None else context.height,
         frames=len(seconds),
-        time_base=Fraction(stream.time_base or Fraction(1, 90000)),
+        time_base=_time_base(stream),
         fps=1 / mean_step if mean_step > 0 else float(stream.average_rate or 25),
         start_seconds=float(seconds[0]),
         duration_seconds=float(seconds[-1] - seconds[0]) + mean_step,

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import tempfile
+import zlib
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -25,7 +26,8 @@ from gpupipe.telemetry import log
 from gpupipe.types import VideoInfo
 
 _MAGIC = b"gpupipe-index-1\n"
-_ARRAYS = ("position", "size", "pts", "key", "start", "droppable", "display", "seconds")
+_CHECKSUM_BYTES = 4
+_ARRAYS = ("position", "size", "pts", "key", "start", "droppable", "display")
 
 
 def cache_dir() -> Path:
@@ -65,19 +67,20 @@ def parse(data: bytes, identity: Identity) -> VideoIndex | None:
     """
     if not data.startswith(_MAGIC):
         raise ValueError("wrong magic or version")
-    body, digest = data[:-8], data[-8:]
-    if hashlib.blake2b(body, digest_size=8).digest() != digest:
+    body = memoryview(data)[:-_CHECKSUM_BYTES]
+    if zlib.crc32(body) != int.from_bytes(data[-_CHECKSUM_BYTES:], "little"):
         raise ValueError("wrong checksum")
     at = len(_MAGIC) + 4
     end = at + int.from_bytes(body[len(_MAGIC) : at], "little")
-    header = json.loads(body[at:end])
+    header = json.loads(bytes(body[at:end]))
     if header["identity"] != asdict(identity):
         return None
     arrays: dict[str, Any] = {}
     for name in _ARRAYS:
         dtype, count = header["arrays"][name]
-        arrays[name] = np.frombuffer(body, dtype, count, end)
-        end += arrays[name].nbytes
+        stored = np.frombuffer(body, dtype, count, end)
+        arrays[name] = stored.astype(np.int64) if stored.dtype.kind == "i" else stored
+        end += stored.nbytes
     facts = header["info"]
     info = VideoInfo(**{**facts, "time_base": Fraction(facts["time_base"]), "pixel_aspect": Fraction(facts["pixel_aspect"])})
     extradata = base64.b64decode(header["extradata"])
@@ -86,7 +89,7 @@ def parse(data: bytes, identity: Identity) -> VideoIndex | None:
 
 def serialise(index: VideoIndex) -> bytes:
     """The bytes of an index file."""
-    arrays = [getattr(index, name) for name in _ARRAYS]
+    arrays = [_narrow(getattr(index, name)) for name in _ARRAYS]
     facts = asdict(index.info)
     header = {
         "identity": asdict(index.identity),
@@ -98,7 +101,13 @@ def serialise(index: VideoIndex) -> bytes:
     }
     text = json.dumps(header).encode()
     body = b"".join([_MAGIC, len(text).to_bytes(4, "little"), text, *(array.tobytes() for array in arrays)])
-    return body + hashlib.blake2b(body, digest_size=8).digest()
+    return body + zlib.crc32(body).to_bytes(_CHECKSUM_BYTES, "little")
+
+
+def _narrow(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Numbers as 32 bits where all of them fit."""
+    fits = array.dtype == np.int64 and (not len(array) or np.abs(array).max() <= np.iinfo(np.int32).max)
+    return array.astype(np.int32) if fits else array
 
 
 def write(index: VideoIndex) -> None:

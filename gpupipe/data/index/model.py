@@ -30,7 +30,6 @@ class VideoIndex:
         droppable: (P,) packets of pictures to which no other picture refers.
         start: (P,) packets from which a decode may start.
         display: (F,) the packet that yields each frame, in display order.
-        seconds: (F,) time of each frame in seconds of the video's clock, never falling.
         extradata: the codec's configuration as the container holds it.
         length_size: bytes of NAL length fields; 0 for Annex B streams and other codecs.
     """
@@ -45,7 +44,6 @@ class VideoIndex:
     start: Bools
     droppable: Bools
     display: Int64s
-    seconds: NDArray[np.float64]
     extradata: bytes = field(repr=False)
     length_size: int
 
@@ -53,6 +51,12 @@ class VideoIndex:
     def mapped(self) -> bool:
         """True when packets can be read from the file by position, without a demuxer."""
         return bool((self.position >= 0).all())
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """(F,) time of each frame in seconds of the video's clock, never falling."""
+        times: NDArray[np.float64] = self.pts[self.display].astype(np.float64) * float(self.info.time_base)
+        return times
 
     @cached_property
     def start_of(self) -> Int64s:
