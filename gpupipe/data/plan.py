@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.index.model import Int64s
+from gpupipe.data.index.model import Bools, Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +67,23 @@ def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
             spans.append((first, end))
     fed = ~index.droppable
     fed[targets] = True
-    passes = tuple(Pass(tuple((first + np.flatnonzero(fed[first : end + 1])).tolist())) for first, end in spans)
+    passes = tuple(Pass(tuple((first + np.flatnonzero(_needed(index, fed, first, end))).tolist())) for first, end in spans)
     slots = {int(packet): slot for slot, packet in enumerate(targets)}
     position = {int(frame): slot for slot, frame in enumerate(frames)}
     return Plan(passes, slots, tuple(position[int(i)] for i in indices), tuple(int(f) for f in frames))
+
+
+def _needed(index: VideoIndex, fed: Bools, first: int, end: int) -> Bools:
+    """Which packets from ``first`` to ``end`` to feed.
+
+    HEVC: not the leading pictures of the start point. They may refer to pictures before it, and no picture that is shown after
+    it refers to them (H.265 clause 3, trailing picture). In H.264 one may.
+    """
+    part = fed[first : end + 1]
+    if index.info.codec != "hevc":
+        return part
+    following: Bools = part & (index.show_order[first : end + 1] >= index.show_order[first])
+    return following
 
 
 def _last_packet(index: VideoIndex, targets: Int64s) -> Int64s:

@@ -16,15 +16,21 @@ def _driver() -> Any:
     return library
 
 
-def unwind_contexts() -> None:
-    """Leaves this thread with its current CUDA context alone on its context stack.
+def drop_contexts(most: int) -> None:
+    """Takes up to ``most`` copies of the current CUDA context off this thread's context stack; the last one stays.
 
-    For code that pushes contexts without popping them: the stack grows by an entry each time, for as long as the thread lives.
+    For code that pushes a context and forgets to pop it: the stack grows by an entry each time, as long as the thread lives.
     """
     driver = _driver()
-    current, popped = ctypes.c_void_p(), ctypes.c_void_p()
-    if driver.cuCtxGetCurrent(ctypes.byref(current)) != 0 or not current.value:
+    current, top = ctypes.c_void_p(), ctypes.c_void_p()
+    if most <= 0 or driver.cuCtxGetCurrent(ctypes.byref(current)) != 0 or not current.value:
         return
-    while driver.cuCtxPopCurrent_v2(ctypes.byref(popped)) == 0 and popped.value:
-        pass
-    driver.cuCtxPushCurrent_v2(current)
+    for _ in range(most):
+        if driver.cuCtxPopCurrent_v2(ctypes.byref(top)) != 0:
+            break
+        if top.value != current.value:
+            driver.cuCtxPushCurrent_v2(top)
+            break
+    driver.cuCtxGetCurrent(ctypes.byref(top))
+    if top.value != current.value:
+        driver.cuCtxPushCurrent_v2(current)

@@ -16,7 +16,7 @@ from gpupipe.data.decode.surface import FrameStore
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.bitstream.nal import parameter_sets, to_annexb
 from gpupipe.data.plan import Pass, Plan
-from gpupipe.device.driver import unwind_contexts
+from gpupipe.device.driver import drop_contexts
 from gpupipe.device.inventory import load, nvdec_codec
 from gpupipe.types import PlaneFormat, Planes
 
@@ -98,7 +98,7 @@ class NvdecDecoder:
                         self._run_by_count(session.decoder, index, feed, run, target, stop)
                     else:  # leading pictures: they come out or not as the decoder sees fit
                         self._run_by_time(session.decoder, index, feed, run, target, stop)
-            unwind_contexts()  # the decoder leaves one on the thread's stack for each frame that it does not map
+            drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
         except BaseException as error:
             self._sessions.pop(key, None)  # its parser may hold half a stream
@@ -122,29 +122,32 @@ class NvdecDecoder:
             if stop():
                 raise Stopped
             unwanted = wanted[0] - fed  # the frame of this rank comes out once so many packets and its own have gone in
-            decoder.SetSeekPTS(_NEVER if unwanted > 0 else 0)
             pieces = list(islice(data, min(a_call, unwanted if unwanted > 0 else _WANTED_A_CALL)))
             chunk = b"".join(pieces)  # kept in a name: the decoder reads its memory
-            shown = target.take_in_order(decoder.Decode(self._packet(chunk, 0)), expected, shown)
+            frames = target.decode(decoder, self._packet(chunk, 0), mapped_from=_NEVER if unwanted > 0 else 0)
+            shown = target.take_in_order(frames, expected, shown)
             fed += len(pieces)
             while wanted and wanted[0] < shown:
                 wanted.popleft()
-        decoder.SetSeekPTS(0 if wanted else _NEVER)
-        if target.take_in_order(decoder.Decode(self._end()), expected, shown) != fed:
+        rest = target.decode(decoder, self._end(), mapped_from=0 if wanted else _NEVER)
+        if target.take_in_order(rest, expected, shown) != fed:
             raise _Miscounted
 
     def _run_by_time(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
         """Feeds packet by packet and tells frames apart by the number that each packet got for a time."""
         numbers = index.show_order[list(run.packets)].tolist()
         slots = {number: target.slots.get(packet) for number, packet in zip(numbers, run.packets, strict=True)}
-        decoder.SetSeekPTS(0)
-        for number, data in zip(numbers, self._byte_stream(index, feed, run), strict=True):
+        wanted = deque(sorted(number for number, slot in slots.items() if slot is not None))
+        data = self._byte_stream(index, feed, run)
+        for number in [*numbers, None]:
             if stop():
                 raise Stopped
-            for frame in decoder.Decode(self._packet(data, number)):
+            chunk = next(data) if number is not None else b""
+            packet = self._packet(chunk, number) if number is not None else self._end()
+            for frame in target.decode(decoder, packet, mapped_from=wanted[0] if wanted else _NEVER):
                 target.take(frame, slots.get(frame.getPTS()))
-        for frame in decoder.Decode(self._end()):
-            target.take(frame, slots.get(frame.getPTS()))
+                while wanted and wanted[0] <= frame.getPTS():
+                    wanted.popleft()
 
     def _byte_stream(self, index: VideoIndex, feed: PacketFeed, run: Pass) -> Iterator[bytes]:
         """Each packet of a run as NVDEC's parser wants it, the first one behind the parameter sets."""
@@ -211,6 +214,15 @@ class _Target:
         self._stream = stream
         self._format: PlaneFormat | None = None
         self._found = [False] * len(plan.frames)
+        self.unmapped = 0
+        """Frames that the decoder counted but did not map."""
+
+    def decode(self, decoder: Any, packet: Any, mapped_from: int) -> list[Any]:
+        """One call of the decoder, in which frames of times before ``mapped_from`` are counted but have no pixels."""
+        decoder.SetSeekPTS(mapped_from)
+        frames: list[Any] = decoder.Decode(packet)
+        self.unmapped += sum(frame.getPTS() < mapped_from for frame in frames) if mapped_from else 0
+        return frames
 
     def take_in_order(self, frames: list[Any], expected: list[int | None], shown: int) -> int:
         """Takes frames that follow the first ``shown`` of the ``expected`` ones; returns how many have been shown now.
