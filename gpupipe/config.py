@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -21,9 +22,12 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class StageConfig(BaseModel):
     """Base of all stage configurations: frozen, strict about names, clear about errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                _names_only(value, f"{type(self).__name__}.{name}")
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -41,11 +45,26 @@ class StageConfig(BaseModel):
         if isinstance(value, cls):
             return value
         if isinstance(value, dict):
-            return cls(**value)
+            return cls(**_names_only(value, cls.__name__))
         raise ConfigError(
             f"{cls.__name__} expected, got {type(value).__name__}: {value!r}",
             fix=f"pass {cls.__name__}(...) or a dict of its fields: {', '.join(cls.model_fields)}",
         )
+
+
+def _whole(value: Any) -> int | None:
+    """A whole number, NumPy's included; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _names_only(values: dict[Any, Any], where: str) -> dict[str, Any]:
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{where}: the key {key!r} is not a name", fix="see docs/api for the fields of each stage")
+    return values
 
 
 def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
@@ -61,10 +80,11 @@ def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
             hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(model.model_fields)}"
             problems.append(f"unknown key {where!r} in {model.__name__}{hint}")
         else:
-            given = "" if item["type"] == "missing" else f" (got {item['input']!r})"
+            whole = where == model.__name__  # the input of such a fault is the mapping of all fields
+            given = "" if item["type"] == "missing" or whole else f" (got {item['input']!r})"
             name = model.__name__ if where == model.__name__ else f"{model.__name__}.{where}"
             problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{given}")
-    return ConfigError("; ".join(problems), fix="see gpupipe/config.py or docs/api for each field and its range")
+    return ConfigError("; ".join(problems), fix=f"help(gpupipe.config.{model.__name__}) tells each field and its range")
 
 
 class SourceConfig(StageConfig):
@@ -116,7 +136,7 @@ class TransformConfig(StageConfig):
     window of ``size`` is taken. ``none``: the whole frame is scaled to ``size`` (aspect ratio not kept)."""
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
     """Range of the crop's area as a share of the frame's, for ``random-resized``."""
-    ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3 / 4, 4 / 3)
+    ratio: tuple[Annotated[float, Field(ge=1e-4, le=1e4)], Annotated[float, Field(ge=1e-4, le=1e4)]] = (3 / 4, 4 / 3)
     """Range of the crop's aspect ratio (width / height), for ``random-resized``."""
     short_side: Annotated[int, Field(ge=1)] | None = None
     """Length in pixels of the scaled shorter side for ``random`` and ``center``; None: just large enough for ``size``."""
@@ -139,7 +159,10 @@ class TransformConfig(StageConfig):
     @field_validator("size", mode="before")
     @classmethod
     def _square(cls, value: Any) -> Any:
-        return (value, value) if isinstance(value, int) and not isinstance(value, bool) else value
+        if isinstance(value, bool):
+            return value
+        number = _whole(value)
+        return value if number is None else (number, number)
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> Self:
@@ -187,11 +210,12 @@ class LoaderConfig(StageConfig):
     clip: ClipConfig = ClipConfig()
     transform: TransformConfig = TransformConfig()
     batch: BatchConfig = BatchConfig()
+    """One number means batches of that size."""
     decode: DecodeConfig = DecodeConfig()
     jitter: JitterConfig = JitterConfig()
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     shuffle: bool = True
     columns: tuple[str, ...] = ()
     """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
@@ -203,11 +227,26 @@ class LoaderConfig(StageConfig):
     world_size: Annotated[int, Field(ge=1)] = 1
     """Number of data-parallel ranks. All ranks get equally many samples: the last few of an epoch are left out."""
 
+    @field_validator("batch", mode="before")
+    @classmethod
+    def _batch_of_size(cls, value: Any) -> Any:
+        size = None if isinstance(value, bool) else _whole(value)
+        return value if size is None else {"size": size}
+
     @model_validator(mode="after")
     def _rank_exists(self) -> Self:
         if self.rank >= self.world_size:
             raise ValueError(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}")
         return self
+
+    @classmethod
+    def parse(cls, value: Self | dict[str, Any] | PathLike | None) -> Self:
+        """Takes an instance, a mapping of its fields, the path of a YAML file, or None for the defaults.
+
+        Raises:
+            ConfigError: for an unknown field, a value outside its range, or a file that cannot be read.
+        """
+        return cls.from_yaml(value) if isinstance(value, str | os.PathLike) else super().parse(value)
 
     @classmethod
     def from_yaml(cls, path: PathLike) -> Self:
@@ -220,14 +259,24 @@ class LoaderConfig(StageConfig):
 
         try:
             values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}", fix="give a readable YAML file") from error
         if not isinstance(values, dict | None):
-            raise ConfigError(f"{path} holds a {type(values).__name__}, not a mapping of stage names", fix="see samples/")
-        return cls(**(values or {}))
+            raise ConfigError(
+                f"{path} holds a {type(values).__name__}, not a mapping of stage names", fix="see samples/loader.yaml"
+            )
+        return cls(**_names_only(values or {}, str(path)))
 
     def to_yaml(self, path: PathLike) -> None:
-        """Writes all fields, defaults included, so that the file records the run."""
+        """Writes all fields, defaults included, so that the file records the run.
+
+        Raises:
+            ConfigError: when the file cannot be written.
+        """
         import yaml
 
-        Path(path).write_text(yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False), encoding="utf-8")
+        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        try:
+            Path(path).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write the configuration {path}: {error}", fix="name a file in a folder") from error

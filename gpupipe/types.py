@@ -51,6 +51,8 @@ class VideoInfo:
     uniform: bool = True
     """One size and one format from end to end, as far as the headers of the keyframes tell."""
     variable_rate: bool = False
+    damage: str | None = None
+    """What is wrong with a file that is cut or has damaged packets; None for a whole one."""
 
     @property
     def display_size(self) -> tuple[int, int]:
@@ -193,7 +195,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
     ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one; further numeric columns as asked for.
 
     Attributes:
-        clips: one :class:`ClipRecord` a clip.
+        clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with
+            ``type(batch)({key: tensor.to(device) …})``.
         text: columns that are text, as lists of B strings.
         epoch: the epoch that the batch belongs to, from 0.
         index: position of the batch in its epoch, from 0.
@@ -203,7 +206,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
     def __init__(
         self,
         tensors: Mapping[str, torch.Tensor],
-        clips: tuple[ClipRecord, ...],
+        clips: tuple[ClipRecord, ...] = (),
         *,
         text: Mapping[str, list[str]] | None = None,
         epoch: int = 0,
@@ -211,7 +214,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         substituted: tuple[str, ...] = (),
     ) -> None:
         for name, tensor in tensors.items():
-            assert tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
+            assert not clips or tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
         self._tensors = dict(tensors)
         self.clips = clips
         self.text = dict(text or {})
@@ -228,8 +231,16 @@ class Batch(Mapping[str, "torch.Tensor"]):
     def video(self) -> torch.Tensor:
         return self._tensors["video"]
 
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
+        """This batch with its tensors on another device and its attributes kept."""
+        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()}
+        return Batch(moved, self.clips, text=self.text, epoch=self.epoch, index=self.index, substituted=self.substituted)
+
     def __getitem__(self, key: str) -> torch.Tensor:
-        return self._tensors[key]
+        try:
+            return self._tensors[key]
+        except KeyError:
+            raise KeyError(f"{key!r}: this batch has {', '.join(self._tensors)}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -170,18 +170,29 @@ def test_output_is_plain_where_nobody_watches(folder: Path) -> None:
     forced = environment(FORCE_COLOR="1", GITHUB_ACTIONS="true")
     commands = (["bench", str(folder), "--clips", "4", *SMALL], ["probe", str(folder / "a.mp4")], ["--help"], ["bench"])
     for arguments in commands:
-        done = subprocess.run([sys.executable, "-m", "gpupipe.cli", *arguments], env=forced, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-m", "gpupipe", *arguments], env=forced, capture_output=True, text=True)
         assert done.returncode == (2 if arguments == ["bench"] else 0), done.stderr
         assert "\x1b" not in done.stdout + done.stderr
         assert "\r" not in done.stdout + done.stderr
         assert len(done.stderr.splitlines()) <= 6
 
 
+def test_a_closed_stdout_and_a_name_beyond_its_encoding(clips: dict[str, Path], tmp_path: Path) -> None:
+    file = shutil.copy(clips["h264"], tmp_path / "日本.mp4")
+    command = [sys.executable, "-m", "gpupipe", "probe", str(file)]
+    done = subprocess.run(command, env=environment(PYTHONIOENCODING="ascii:strict"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert r"\u65e5\u672c.mp4" in done.stdout
+    closed = ["sh", "-c", 'exec "$@" >&-', "sh", *command]
+    done = subprocess.run(closed, env=environment(), capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("command", ["bench", "demo"])
 def test_interrupt_leaves_at_once_and_quietly(command: str, folder: Path, tmp_path: Path) -> None:
     arguments = {"bench": ["bench", str(folder), "--seconds", "60", *SMALL], "demo": ["demo", "--out", str(tmp_path / "out")]}
     process = subprocess.Popen(
-        [sys.executable, "-m", "gpupipe.cli", *arguments[command]],
+        [sys.executable, "-m", "gpupipe", *arguments[command]],
         env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stderr is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -74,6 +75,10 @@ def test_several_faults_are_told_at_once() -> None:
         (TransformConfig, {"scale": (0.9, 0.1)}, "scale must be"),
         (TransformConfig, {"scale": (0.0, 1.0)}, "scale"),
         (TransformConfig, {"ratio": (2.0, 1.0)}, "ratio must be"),
+        (TransformConfig, {"ratio": (1e-300, 1.0)}, "ratio"),
+        (TransformConfig, {"mean": (float("nan"), 0, 0)}, "finite"),
+        (TransformConfig, {"std": (float("inf"), 1, 1)}, "finite"),
+        (ClipConfig, {"fps": float("inf")}, "finite"),
         (TransformConfig, {"hflip": 1.5}, "hflip"),
         (TransformConfig, {"std": (0.0, 1.0, 1.0)}, "std"),
         (TransformConfig, {"dtype": "float64"}, "dtype"),
@@ -93,6 +98,7 @@ def test_values_outside_their_range_are_refused(model: type[StageConfig], values
 
 def test_one_number_is_a_square() -> None:
     assert TransformConfig(size=112).size == (112, 112)
+    assert TransformConfig(size=np.int64(112)).size == (112, 112)
     assert TransformConfig(size=(96, 160)).size == (96, 160)
 
 
@@ -149,6 +155,8 @@ def test_a_short_yaml_file_leaves_the_rest_at_its_default(tmp_path: Path) -> Non
         (b"\xff\xfe\x00bad", "cannot read the configuration"),
         (b"clip: {framse: 3}", "did you mean 'frames'"),
         (b"clip: 3", "clip"),
+        (b"3: 4", "the key 3 is not a name"),
+        (b"clip: {3: 4}", "LoaderConfig.clip: the key 3 is not a name"),
     ],
 )
 def test_a_bad_yaml_file_is_one_clear_error(tmp_path: Path, text: bytes, part: str) -> None:
@@ -158,6 +166,18 @@ def test_a_bad_yaml_file_is_one_clear_error(tmp_path: Path, text: bytes, part: s
         LoaderConfig.from_yaml(path)
 
 
+def test_a_configuration_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot write the configuration"):
+        LoaderConfig().to_yaml(tmp_path / "nowhere" / "run.yaml")
+
+
+def test_a_fault_of_several_fields_does_not_recite_them_all() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig(rank=2, world_size=2, source=SourceConfig())
+    assert "extensions" not in str(caught.value)
+
+
 def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
-        LoaderConfig.from_yaml(tmp_path / "nowhere.yaml")
+    for name in ("nowhere.yaml", "no\0where.yaml"):
+        with pytest.raises(ConfigError, match=r"cannot read the configuration .*where\.yaml"):
+            LoaderConfig.from_yaml(tmp_path / name)

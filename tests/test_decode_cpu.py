@@ -334,6 +334,17 @@ def test_a_file_that_shrinks_after_indexing_is_named(suffix: str, clips: dict[st
         read(index, [58])
 
 
+def test_a_file_replaced_after_it_was_looked_at_is_named(clips: dict[str, Path], tmp_path: Path) -> None:
+    """Its packets may well decode, to pictures of another video."""
+    path = shutil.copy(clips["h264"], tmp_path / "x.mp4")
+    index = indices.load(str(path))
+    other = shutil.copy(clips["h264"], tmp_path / "y.mp4")
+    os.utime(other, ns=(0, index.identity.mtime_ns + 1))
+    os.replace(other, path)
+    with pytest.raises(OpenError, match="replaced or changed"):
+        read(index, [5])
+
+
 def test_a_file_that_cannot_seek_is_read_from_its_start(
     clips: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

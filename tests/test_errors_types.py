@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from dataclasses import replace
 from fractions import Fraction
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 from gpupipe import errors
-from gpupipe.errors import DecodeError, GpupipeError
+from gpupipe.device.stream import stage
+from gpupipe.errors import DecodeError, DeviceMemoryError, GpupipeError
 from gpupipe.types import Batch, ClipRecord, ClipRequest, FramePick, PlaneFormat, Planes, VideoInfo
 
 NV12 = PlaneFormat(width=6, height=4, chroma_width=3, chroma_height=2, interleaved=True)
@@ -112,6 +115,29 @@ def test_a_batch_is_a_mapping_of_its_tensors() -> None:
 
 def test_a_batch_shows_shapes_and_never_data() -> None:
     assert repr(make_batch()) == "Batch(epoch 1, index 5, video: float32[2, 3, 1, 4, 4], label: int64[2], on cpu)"
+
+
+def test_trainers_may_rebuild_and_move_a_batch() -> None:
+    batch = make_batch()
+    rebuilt = type(batch)({name: tensor + 1 for name, tensor in batch.items()})  # as Lightning, Transformers and Accelerate do
+    assert rebuilt["label"].tolist() == [1, 2]
+    assert rebuilt.paths == []
+    moved = batch.to("meta", non_blocking=True)
+    assert {str(tensor.device) for tensor in moved.values()} == {"meta"}
+    assert (moved.clips, moved.text, moved.epoch, moved.index) == (batch.clips, batch.text, batch.epoch, batch.index)
+
+
+def test_a_batch_travels_between_processes() -> None:
+    batch = make_batch()
+    for twin in (pickle.loads(pickle.dumps(batch)), copy.deepcopy(batch)):
+        assert torch.equal(twin.video, batch.video)
+        assert (twin.clips, twin.text, twin.index) == (batch.clips, batch.text, batch.index)
+
+
+def test_running_out_of_host_memory_names_the_stage() -> None:
+    for fault in (MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")):
+        with pytest.raises(DeviceMemoryError, match=r"TT_ERR_MEMORY.*'allocate'.*this machine"), stage("allocate"):
+            raise fault
 
 
 def test_a_batch_has_one_leading_dimension() -> None:

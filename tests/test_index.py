@@ -255,6 +255,41 @@ def test_the_folder_is_chosen_by_what_can_be_written(tmp_path: Path, monkeypatch
     assert cache.cache_dir().parent == Path(tempfile.gettempdir())
 
 
+def test_users_without_a_home_or_with_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a user that no file knows, or keep root's HOME for another user."""
+    for name in ("GPUPIPE_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(_: int) -> None:
+        raise KeyError
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    assert cache.cache_dir().parent == Path(tempfile.gettempdir())
+    monkeypatch.setenv("HOME", str(tmp_path / "closed"))
+    real = os.stat
+
+    def refused(path: Any, *args: Any, **kwargs: Any) -> os.stat_result:
+        if "closed" in str(path):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr("os.stat", refused)
+    assert cache.cache_dir().parent == Path(tempfile.gettempdir())
+    monkeypatch.setenv("GPUPIPE_CACHE", "~/mine")
+    assert cache.cache_dir() == tmp_path / "closed" / "mine"
+
+
+def test_a_cache_that_cannot_be_written_is_told_once(
+    video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "plain").touch()
+    monkeypatch.setenv("GPUPIPE_CACHE", str(tmp_path / "plain"))
+    for _ in range(2):
+        load_anew(video, monkeypatch)
+    told = [record for record in caplog.records if "plain" in record.getMessage() and record.levelno == logging.WARNING]
+    assert len(told) == 1
+
+
 WRITER = """
 import sys
 from gpupipe.data.bytes import Identity
@@ -356,3 +391,8 @@ def test_replacing_info_keeps_an_index_comparable(video: Path) -> None:
     found = index.load(str(video))
     assert same(found, replace(found, info=replace(found.info)))
     assert not same(found, replace(found, length_size=2))
+
+
+def test_a_cut_file_says_what_is_missing(tricky: Path) -> None:
+    assert index.load(str(tricky / "t13_truncated.mp4")).info.damage == "120 frames promised, 73 found (a damaged packet)"
+    assert index.load(str(tricky / "t01_opengop_h264.mp4")).info.damage is None

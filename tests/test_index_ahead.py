@@ -67,6 +67,16 @@ def test_what_lies_ahead_is_indexed_and_bad_files_wait_for_their_turn(videos: li
         index.load(videos[1])
 
 
+def test_collection_while_room_is_made_does_not_lock_up() -> None:
+    """Garbage collection may abandon the work in a thread that holds the lock of advance()."""
+    ahead = IndexAhead([], workers=1, skip=0)
+    with ahead._changed:
+        ahead.abandon()
+    for thread in ahead.threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
 def test_abandoning_ends_threads_and_processes_at_once(videos: list[str]) -> None:
     ahead = IndexAhead(videos, workers=2, skip=0)
     time.sleep(0.02)

@@ -66,7 +66,7 @@ def test_absence_has_a_reason(error: Exception, importing: Callable[[str, object
         inventory.load("PyNvVideoCodec")
     assert str(error) in str(caught.value)
     assert "PyNvVideoCodec cannot be used" in str(caught.value)
-    assert "pip install 'gpupipe[cuda13]'" in str(caught.value)
+    assert "pip install '.[cuda13]'" in str(caught.value)
     assert "NVIDIA_DRIVER_CAPABILITIES" in str(caught.value)
     assert made == ["PyNvVideoCodec"], "it is looked for once"
 
@@ -111,7 +111,8 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch, current: int = 0) -> None:
 
 def test_the_cpu_is_always_there(monkeypatch: pytest.MonkeyPatch) -> None:
     no_cuda(monkeypatch)
-    assert inventory.resolve_device("cpu") == torch.device("cpu")
+    for name in ("cpu", str(torch.device("cpu", 0))):
+        assert inventory.resolve_device(name) == torch.device("cpu")
     assert inventory.resolve_device("auto") == torch.device("cpu")
     assert inventory.gpus() == []
     two_gpus(monkeypatch)

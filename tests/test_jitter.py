@@ -121,6 +121,16 @@ def test_the_end_is_known_even_if_the_consumer_waits_already() -> None:
     assert consumer.result is None
 
 
+def test_after_the_end_a_closed_buffer_still_says_end() -> None:
+    """Of several consumers the first one to see the end closes the buffer; for the others it is the end too."""
+    jitter = buffer(2)
+    jitter.put(jitter.reserve(), "only")
+    jitter.finish(1)
+    assert jitter.take() == "only"
+    jitter.close()
+    assert jitter.take() is None
+
+
 def test_close_wakes_all_who_wait() -> None:
     jitter = buffer(1)
     jitter.reserve()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from gpupipe import VideoLoader
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -46,3 +48,10 @@ def test_train_loop(data: Path) -> None:
     lines = out.splitlines()
     assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1"]
     assert all("validation accuracy" in line for line in lines)
+
+
+def test_the_sample_configuration_is_one(clips: dict[str, Path]) -> None:
+    with VideoLoader([clips["h264"]] * 8, config=ROOT / "samples" / "loader.yaml", device="cpu", batch=2) as loader:
+        assert loader.config.clip.fps == 10
+        assert loader.batch_size == 2
+        assert next(iter(loader)).video.shape == (2, 3, 16, 224, 224)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpupipe.config import SourceConfig
@@ -157,6 +158,9 @@ def test_the_path_column_may_have_another_name(tmp_path: Path) -> None:
         ("t.csv", ["path,label", "a.mp4,1", "b.mp4"], "t.csv line 3 has not as many cells as the header"),
         ("t.csv", ["path,label", "a.mp4,1,2"], "t.csv line 2 has not as many cells as the header"),
         ("t.csv", ["path,label"], "t.csv has no rows"),
+        ("t.csv", ["path,label,label", "a.mp4,1,2"], "t.csv has two columns 'label'"),
+        ("t.jsonl", ["[" * 100_000], "t.jsonl line 1 is not JSON"),
+        ("t.jsonl", ['{"path": "a.mp4", "label": ' + "9" * 5000 + "}"], "t.jsonl line 1 is not JSON"),
         ("t.jsonl", ['{"path": "a.mp4"}', "{oops"], "t.jsonl line 2 is not JSON"),
         ("t.jsonl", ["[1]"], "t.jsonl line 1 is not a JSON object"),
         ("t.jsonl", ['{"path": 7}'], "t.jsonl line 1 has no 'path'"),
@@ -166,6 +170,23 @@ def test_a_bad_line_is_named(tmp_path: Path, name: str, lines: list[str], says: 
     with pytest.raises(SourceError) as caught:
         collect(table(tmp_path / name, *lines), CONFIG)
     assert says in str(caught.value)
+
+
+def test_spaces_around_the_names_of_columns_do_not_count(tmp_path: Path) -> None:
+    entries = collect(table(tmp_path / "t.csv", "path, label ", "a.mp4, 3"), CONFIG)
+    assert entries == [Entry(str(tmp_path / "a.mp4"), {"label": 3})]
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    rows = [{"label": np.int64(3), "share": np.float32(0.5), "good": np.bool_(True)}]
+    kinds = column_kinds([Entry("a.mp4", row) for row in rows], ["share", "good"])
+    assert kinds == {"label": "int", "share": "float", "good": "int"}
+
+
+def test_a_set_has_no_order_to_keep() -> None:
+    with pytest.raises(SourceError, match="another order in each process"):
+        collect({"a.mp4", "b.mp4"}, CONFIG)
+    assert [entry.path for entry in collect({"b.mp4": 0, "a.mp4": 1}.keys(), CONFIG)] == ["b.mp4", "a.mp4"]
 
 
 def test_a_table_that_is_not_text_is_named(tmp_path: Path) -> None:
@@ -186,6 +207,7 @@ def test_labels_by_folder_number_the_sorted_names(tree: Path) -> None:
     ("columns", "asked", "says"),
     [
         ([{"label": "cat"}], [], "'label' is text"),
+        ([{"label": 1}, {"label": 2**63}], [], "beyond 64 bits: b.mp4 has 9223372036854775808"),
         ([{"label": 1}, {}], [], "b.mp4 has no value in column 'label' (its columns: none)"),
         ([{"a": 1}, {"a": None}], ["a"], "b.mp4 has no value in column 'a' (its columns: a)"),
         ([{}, {}], ["fps"], "a.mp4 has no value in column 'fps'"),

@@ -281,6 +281,20 @@ def test_writes_into_a_slot_of_a_batch_and_nowhere_else() -> None:
     assert bool((batch[[0, 2]] == -9).all())
 
 
+def test_torchs_defaults_change_nothing() -> None:
+    """While a model is being made in half precision, clips are made in other threads."""
+    planes, info, params, config = random_case(3)
+    plain = run(config, planes, info, params, [0])
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        torch.set_default_device("meta")
+        other = run(config, planes, info, params, [0])
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert torch.equal(plain, other)
+
+
 def test_autocast_around_the_loader_changes_nothing() -> None:
     planes, info, params, config = random_case(3)
     plain = run(config, planes, info, params, [0])

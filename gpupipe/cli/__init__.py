@@ -12,7 +12,7 @@ import typer
 
 from gpupipe import __version__
 from gpupipe.cli import bench, demo, doctor, probe
-from gpupipe.cli.console import say, tell
+from gpupipe.cli.console import is_terminal, say, tell
 from gpupipe.errors import GpupipeError
 
 __all__ = ["app", "main"]
@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="rich" if sys.stdout.isatty() else None,
+    rich_markup_mode="rich" if is_terminal(sys.stdout) else None,
 )
 app.command("demo")(demo.command)
 app.command("bench")(bench.command)

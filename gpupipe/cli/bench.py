@@ -12,6 +12,9 @@ from gpupipe.cli.console import Progress, emit_json, existing, say, say_facts, s
 from gpupipe.config import StageConfig
 from gpupipe.errors import GpupipeError
 
+_PASS_BATCHES = 64
+"""Batches in a pass, at least."""
+
 
 class BenchConfig(StageConfig):
     """What is measured, and for how long. Without ``clips`` and ``seconds``: for ten seconds."""
@@ -28,11 +31,20 @@ class BenchConfig(StageConfig):
     device: str = "auto"
     decoder: Literal["auto", "nvdec", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     plot: Path | None = None
     """A PNG to draw the run's timeline in."""
     report: Path | None = None
     """A file for the JSON report."""
+
+
+def _long_enough(config: BenchConfig) -> list[str]:
+    """The videos, over and over until a pass over them is long: between two passes a loader starts anew."""
+    from gpupipe.config import SourceConfig
+    from gpupipe.data.source import collect
+
+    paths = [entry.path for entry in collect(existing(config.videos), SourceConfig())]
+    return paths * -(-_PASS_BATCHES * config.batch // len(paths))
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -51,7 +63,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         if file is not None and not file.parent.is_dir():
             raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
     with VideoLoader(
-        existing(config.videos),
+        _long_enough(config),
         clip={"frames": config.frames, "stride": config.stride},
         transform={"size": config.size},
         batch={"size": config.batch, "drop_last": False},
@@ -60,7 +72,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         decode={"decoder": config.decoder, "threads": config.threads},
     ) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
-        videos = len(loader.dataset)
+        videos = len(set(loader.dataset))
         with Progress(f"measuring {videos} videos", config.clips) as bar:
             result = measure(
                 loader,

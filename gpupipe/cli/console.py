@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from gpupipe.errors import SourceError
 
@@ -23,7 +23,16 @@ PLAIN_INTERVAL_SECONDS = 10.0
 
 def say(text: str = "") -> None:
     """One line of the result, on stdout."""
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except UnicodeEncodeError:  # a file's name that the terminal's encoding does not have
+        encoding = sys.stdout.encoding
+        print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+
+
+def is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody watches; a stream that was closed before Python began is None."""
+    return stream is not None and stream.isatty()
 
 
 def tell(text: str) -> None:
@@ -108,7 +117,7 @@ class Progress:
         self._last = ""
 
     def __enter__(self) -> Self:
-        if sys.stderr.isatty():
+        if is_terminal(sys.stderr):
             from rich.console import Console
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -25,7 +25,7 @@ class DemoConfig(StageConfig):
     out: Path = Path("demo_out")
     """Folder for the clips, the pictures and the report."""
     device: str = "auto"
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0)] = 0
     train_clips: Annotated[int, Field(ge=1)] = 60
     """Made in each of the six classes."""
     val_clips: Annotated[int, Field(ge=1)] = 20
@@ -177,7 +177,7 @@ def _load(config: DemoConfig) -> dict[str, Any]:
                 step=lambda batch: None if kept else kept.append(batch),
             )
         sheet = contact_sheet(kept[0], config.out / "contact_sheet.png", loader.config.transform,
-                              title=f"first batch of {videos} videos, augmented")  # fmt: skip
+                              title=f"the first clips of {videos} videos, augmented")  # fmt: skip
         device = str(loader.device)
     measured = result.to_dict()
     for series in ("batch_ends", "batch_clips", "waits"):

@@ -7,12 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpupipe.cli.console import Progress, emit_json, say, say_facts, say_table
+from gpupipe.cli.console import Progress, emit_json, is_terminal, say, say_facts, say_table
 
 if TYPE_CHECKING:
     from gpupipe.observe.doctor import Diagnosis
 
-_COLOURS = {"ok": typer.colors.GREEN, "warn": typer.colors.YELLOW, "missing": typer.colors.RED}
+_COLOURS = {
+    "ok": typer.colors.GREEN,
+    "warn": typer.colors.YELLOW,
+    "missing": typer.colors.RED,
+    "not needed": typer.colors.BRIGHT_BLACK,
+}
 
 
 def command(
@@ -38,12 +43,12 @@ def command(
 def _say(diagnosis: Diagnosis) -> None:
     width = max(len(check.name) for check in diagnosis.checks)
     for check in diagnosis.checks:
-        state = f"{check.state:<7}"
-        if sys.stdout.isatty():
+        state = f"{check.state:<10}"
+        if is_terminal(sys.stdout):
             state = typer.style(state, fg=_COLOURS[check.state])
         say(f"{state}  {check.name:<{width}}  {check.detail}")
         if check.fix and check.state != "ok":
-            say(f"{'':<7}  {'':<{width}}  -> {check.fix}")
+            say(f"{'':<10}  {'':<{width}}  -> {check.fix}")
     say()
     say_table(
         ("codec", "chroma", "bits", "decoder", "sizes, or why not NVDEC"),

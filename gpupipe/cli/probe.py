@@ -65,6 +65,7 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
         "chroma_location": info.chroma_location,
         "interlaced": info.interlaced,
         "frames": info.frames,
+        "damage": info.damage,
         "fps": info.fps,
         "variable_rate": info.variable_rate,
         "time_base": str(info.time_base),
@@ -108,6 +109,7 @@ def command(
         ("colour", f"matrix {facts['color_matrix'] or untagged}, range {facts['color_range'] or untagged}, "
                    f"chroma {facts['chroma_location']}"),
         ("frames", f"{facts['frames']} at {rate}{facts['fps']:.3f} per second"),
+        ("damage", facts["damage"]),
         ("time", f"from {facts['start_seconds']:.3f} s, {facts['duration_seconds']:.3f} s long, "
                  f"time base {facts['time_base']}"),
         ("packets", f"{facts['packets']}, {size_text(facts['packet_bytes'])}, "

@@ -50,6 +50,11 @@ class LocalFile:
         except OSError as error:
             raise _cannot_open(path, error) from error
 
+    def is_still(self, identity: Identity) -> bool:
+        """True when the file that was opened is the version that ``identity`` tells of."""
+        facts = os.fstat(self._fd)
+        return (facts.st_size, facts.st_mtime_ns) == (identity.size_bytes, identity.mtime_ns)
+
     def read(self, position: int, size_bytes: int) -> bytes:
         """``size_bytes`` bytes from ``position``, fewer where the file ends."""
         parts = []

@@ -101,10 +101,10 @@ class JitterBuffer(Generic[Item]):
             self._changed.wait_for(lambda: self._taken in self._ready or self._closed or self._taken == self._end)
             if self._error is not None:
                 raise self._error
+            if self._taken == self._end:  # asked first: of several consumers the one that sees the end closes the buffer
+                return None
             if self._closed:
                 raise Closed
-            if self._taken == self._end:
-                return None
             item = self._ready.pop(self._taken)
             self._taken += 1
             self._changed.notify_all()

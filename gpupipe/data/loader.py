@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
@@ -12,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from gpupipe.config import BatchConfig, ClipConfig, LoaderConfig, TransformConfig
+from gpupipe.config import BatchConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
 from gpupipe.data.decode import DecodeEngine, Fallbacks
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
@@ -43,7 +44,7 @@ class VideoLoader:
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: fixes the order and every random choice.
-        config: a whole :class:`LoaderConfig` (see ``LoaderConfig.from_yaml``); the other arguments override its fields.
+        config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them; the other arguments override it.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``source``, ``shuffle``, ``columns``,
             ``on_bad_file``, ``rank``, ``world_size``.
 
@@ -62,11 +63,9 @@ class VideoLoader:
         batch: BatchConfig | dict[str, Any] | int | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
-        config: LoaderConfig | dict[str, Any] | None = None,
+        config: LoaderConfig | dict[str, Any] | PathLike | None = None,
         **fields: Any,
     ) -> None:
-        if isinstance(batch, int):
-            batch = {"size": batch}
         named: dict[str, Any] = {"clip": clip, "transform": transform, "batch": batch, "seed": seed}
         named["device"] = None if device is None else str(device)
         base = LoaderConfig.parse(config)
@@ -81,7 +80,9 @@ class VideoLoader:
         if self._batches == 0:
             raise ConfigError(
                 f"{len(entries)} videos over {self.config.world_size} rank(s) make no full batch of {self.config.batch.size}",
-                fix="use a smaller batch, more videos, or batch={'size': …, 'drop_last': False}",
+                fix="use a smaller batch, more videos, or batch={'size': …, 'drop_last': False}"
+                if len(order)
+                else "give at least one video for each rank",
             )
         self._telemetry = Telemetry()
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
@@ -122,9 +123,13 @@ class VideoLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next ``iter()`` epoch ``epoch``; without it epochs count up from 0."""
-        if epoch < 0:
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0") from None
+        if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
-        self._epoch = epoch
+        self._epoch = number
 
     def __len__(self) -> int:
         """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``."""
@@ -134,10 +139,7 @@ class VideoLoader:
         if self._closed:
             raise ClosedError("this VideoLoader is closed", fix="make a new one")
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
-            raise ClosedError(
-                "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
-                fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
-            )
+            raise _forked()
         with self._iterating:
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
             epoch, self._epoch = self._epoch, self._epoch + 1
@@ -159,6 +161,8 @@ class VideoLoader:
 
     def close(self) -> None:
         """Ends the iterator, the threads and the decoders; may be called again."""
+        if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
+            return
         self._end_iterator("its VideoLoader was closed")
         if not self._closed:
             self._closed = True
@@ -191,6 +195,7 @@ class BatchIterator(Iterator[Batch]):
         self._job = job
         self._ended: str | None = None
         self._finished = False
+        self._owner = os.getpid()
         weakref.finalize(self, pipeline.abandon)
 
     @property
@@ -198,6 +203,8 @@ class BatchIterator(Iterator[Batch]):
         return self._pipeline.occupancy
 
     def __next__(self) -> Batch:
+        if os.getpid() != self._owner:
+            raise _forked()
         if self._finished:
             raise StopIteration
         if self._ended is not None:
@@ -239,6 +246,13 @@ class BatchIterator(Iterator[Batch]):
         if not self._finished and self._ended is None:
             self._ended = why
         self._pipeline.stop()
+
+
+def _forked() -> ClosedError:
+    return ClosedError(
+        "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
+        fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
+    )
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:

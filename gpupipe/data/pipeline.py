@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +23,7 @@ from gpupipe.data.plan import make_plan
 from gpupipe.data.sample import pick_frames
 from gpupipe.data.source.columns import Kind, start_frame
 from gpupipe.data.transform import ClipTransform
-from gpupipe.device.stream import stage
+from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, OpenError, SampleError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry
@@ -52,6 +54,12 @@ class Job:
     index_workers: int
     telemetry: Telemetry
     bad_files: dict[str, str] = field(default_factory=dict)
+    folder: str = field(default_factory=os.getcwd)
+    """Where relative paths start, whatever the working directory becomes."""
+
+    def file_of(self, entry: Entry) -> str:
+        """The path by which a video is opened."""
+        return os.path.join(self.folder, entry.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,8 @@ class Pipeline:
         self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(job.config.jitter.depth, job.telemetry)
         self._stopping = False
         self._pulling = threading.Lock()
-        paths = [job.entries[request.entry].path for requests in groups[first_batch:] for request in requests]
+        self._owner = os.getpid()
+        paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, skip=len(job.engines))
         self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
         self._threads = [
@@ -88,8 +97,12 @@ class Pipeline:
             for number, engine in enumerate(job.engines)
         ]
         _running.add(self)
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:  # no room for one more, or Ctrl-C: those that run would use the engines beside the next epoch's
+            self.stop()
+            raise
 
     @property
     def occupancy(self) -> int:
@@ -110,11 +123,31 @@ class Pipeline:
 
     def stop(self) -> None:
         """Ends all threads and waits for them; safe to call again, and from any thread but its own."""
+        if self._forked:
+            return
         self.abandon()
         for thread in self._threads + self._ahead.threads:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
+        self._settle()
         with self._pulling:
             self._tasks.close()  # lets go of the batch under construction
+
+    @property
+    def _forked(self) -> bool:
+        """True in a child process: the threads stayed behind, and may have left locks taken."""
+        return os.getpid() != self._owner
+
+    def _settle(self) -> None:
+        """Makes the pipeline's stream wait for the engines' streams.
+
+        Kernels may still be writing into batches that were given up half made. Their memory went back to the allocator as the
+        pipeline's stream's own, so the next epoch may get it at once: what it writes must come after these kernels.
+        """
+        if self._job.stream is not None:
+            with suppress(RuntimeError):  # after a CUDA fault no memory is used again
+                events = [engine.stream.record_event() for engine in self._job.engines if engine.stream is not None]
+                hand_over([], events, self._job.stream)
 
     def abandon(self) -> None:
         """Tells all threads to end, without waiting for them.
@@ -122,6 +155,8 @@ class Pipeline:
         For finalizers: garbage collection may run one in any thread, one of this pipeline's own that holds a lock included, so
         that waiting there could last for ever.
         """
+        if self._forked:
+            return
         self._stopping = True
         self._ahead.abandon()
         self._jitter.close()
@@ -129,6 +164,8 @@ class Pipeline:
     def _work(self, engine: DecodeEngine) -> None:
         """A thread's life: take the next clip, make it, and complete the batch if it was the last one."""
         try:
+            if engine.stream is not None:  # a new thread's current GPU is the first one, whatever this loader's is
+                torch.cuda.set_device(engine.device)
             while not self._stopping:
                 with self._pulling:  # tasks are handed out in order, so that the oldest batch is finished first
                     task = next(self._tasks, None)
@@ -136,6 +173,7 @@ class Pipeline:
                     return
                 self._ahead.advance()
                 self._serve(engine, task)
+                del task  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed):
             return
         except BaseException as error:  # crosses to the consumer, who raises it
@@ -173,7 +211,9 @@ class Pipeline:
     def _make(self, engine: DecodeEngine, task: _Task, request: ClipRequest, entry: Entry) -> Arrival:
         job, config = self._job, self._job.config
         with job.telemetry.span("index"):
-            index = indices.load(entry.path)
+            index = indices.load(job.file_of(entry))
+        if index.info.damage is not None:
+            job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
         pick = pick_frames(config.clip, index, clip_generator(request, FRAMES), start_frame(entry))
         plan = make_plan(index, pick.indices)
         planes, decoder = engine.decode(index, plan, lambda: self._stopping)
@@ -207,4 +247,5 @@ def _tasks(
             )
         for slot, request in enumerate(requests):
             yield _Task(number, assembly, slot, request)
+        del assembly  # the wait for room may be long, and the batch dropped meanwhile
     jitter.finish(len(groups) - first_batch)

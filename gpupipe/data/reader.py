@@ -107,6 +107,8 @@ class VideoReader:
         Raises:
             SampleError: when a time lies before the first frame or at or after the end of the last.
         """
+        if not isinstance(seconds, Iterable):
+            raise SampleError(f"frames are asked for by a list of times, got {seconds!r}", fix=f"write [{seconds!r}]")
         times = [float(time) for time in seconds]
         start = self.info.start_seconds
         end = start + self.info.duration_seconds
@@ -138,6 +140,8 @@ class VideoReader:
 
     def _positions(self, wanted: Iterable[int]) -> list[int]:
         length = len(self)
+        if not isinstance(wanted, Iterable):
+            raise SampleError(f"frames are asked for by a list of positions, got {wanted!r}", fix=f"write [{wanted!r}]")
         positions = []
         for item in wanted:
             position = operator.index(item)

@@ -19,10 +19,12 @@ from gpupipe.errors import DeviceError
 if TYPE_CHECKING:
     import torch
 
+GPU_PACKAGES = "pip install '.[cuda13]' in a checkout of gpupipe ('.[cuda12]' for a CUDA 12 driver)"
+"""How to get CuPy, PyNvVideoCodec and DALI."""
 _FIXES = {
-    "cupy": "pip install 'gpupipe[cuda13]' (or cuda12, to fit the driver)",
-    "PyNvVideoCodec": "pip install 'gpupipe[cuda13]'; in containers set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video",
-    "nvidia.dali": "pip install 'gpupipe[cuda13]' (or cuda12, to fit the driver)",
+    "cupy": GPU_PACKAGES,
+    "PyNvVideoCodec": f"{GPU_PACKAGES}; in containers set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video",
+    "nvidia.dali": GPU_PACKAGES,
 }
 
 
@@ -158,7 +160,7 @@ def resolve_device(device: str) -> torch.device:
     """
     import torch
 
-    if device == "cpu" or (device == "auto" and cuda_reason() is not None):
+    if device in ("cpu", "cpu:0") or (device == "auto" and cuda_reason() is not None):
         return torch.device("cpu")
     match = re.fullmatch(r"auto|cuda(?::(\d+))?", device)
     if match is None:

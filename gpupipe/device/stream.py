@@ -34,7 +34,7 @@ def stage(name: str, path: str | None = None) -> Iterator[None]:
     """Names the stage in which CUDA failed.
 
     Raises:
-        DeviceMemoryError: for out of memory inside the block.
+        DeviceMemoryError: for out of memory inside the block, the host's included.
         SyncError: for any other CUDA fault inside the block.
     """
     try:
@@ -48,6 +48,12 @@ def stage(name: str, path: str | None = None) -> Iterator[None]:
             raise DeviceMemoryError(
                 f"stage {name!r}: the GPU is out of memory: {error}",
                 fix="use a smaller batch or jitter depth, or free memory on this GPU",
+                path=path,
+            ) from error
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+            raise DeviceMemoryError(
+                f"stage {name!r}: this machine is out of memory: {str(error).strip() or 'no message'}",
+                fix="use smaller batches, clips or sizes, a smaller jitter depth or fewer decode threads",
                 path=path,
             ) from error
         if is_cuda_fault(error):

@@ -8,7 +8,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +19,10 @@ from gpupipe.observe.support import Support, software_decoder, support_matrix
 if TYPE_CHECKING:
     import torch
 
-State = Literal["ok", "warn", "missing"]
+State = Literal["ok", "warn", "missing", "not needed"]
 
-TRIAL_KERNEL = ("clip_transform.cu", "clip_u8_float32")
-"""(file, name) of the kernel that is compiled to see whether NVRTC works."""
+_GPU_PARTS = ("NVIDIA driver", "GPUs", "CuPy", "kernel trial compile", "PyNvVideoCodec", "NVDEC trial decode", "DALI")
+"""What a machine without an NVIDIA driver does without."""
 _TRIAL_FRAMES = 12
 _TRIAL_SIZE = 256
 """Side of the trial clip in pixels: above NVDEC's minimum for H.264."""
@@ -65,6 +65,9 @@ def diagnose() -> Diagnosis:
     from gpupipe.observe.machine import machine_facts
 
     checks = [_guarded(name, look) for name, look in _CHECKS]
+    if inventory.driver_version() is None:
+        unneeded = {check.name for check in checks if check.state == "missing" and check.name in _GPU_PARTS}
+        checks = [replace(check, state="not needed") if check.name in unneeded else check for check in checks]
     support: list[Support] = []
     machine: dict[str, Any] = {}
     device, decoder, reason = "cpu", "none", "see the checks"
@@ -109,7 +112,7 @@ def _torch() -> Check:
     detail = f"{torch.__version__}, built {'for ' if torch.version.cuda else ''}{built}"
     if torch.version.cuda is None and inventory.driver_version() is not None:
         return Check("torch", "ok", f"{detail}, but this machine has an NVIDIA driver",
-                     "install a CUDA build of torch to use the GPU: https://pytorch.org/get-started/locally")  # fmt: skip
+                     "install a CUDA build of torch to use the GPU: PyTorch's installation page names the command")  # fmt: skip
     return Check("torch", "ok", detail)
 
 
@@ -137,7 +140,7 @@ def _optional(name: str, label: str, fix: str) -> Check:
 
 
 def _cupy() -> Check:
-    return _optional("cupy", "CuPy", "pip install 'gpupipe[cuda13]' (cuda12 for a CUDA 12 driver); not needed on the CPU")
+    return _optional("cupy", "CuPy", f"{inventory.GPU_PACKAGES}; not needed on the CPU")
 
 
 def _nvrtc() -> Check:
@@ -145,11 +148,12 @@ def _nvrtc() -> Check:
     why_not = inventory.cuda_reason()
     if why_not is not None:
         return Check(name, "missing", f"not tried: {why_not}", "needed on a GPU only")
-    from gpupipe.device.module import kernel
+    import torch
 
-    file, function = TRIAL_KERNEL
-    kernel(file, function)
-    return Check(name, "ok", f"NVRTC compiled {function} of {file}")
+    from gpupipe.data.transform.kernel import compile_for
+
+    compile_for(1, torch.bfloat16)
+    return Check(name, "ok", "NVRTC compiled the clip transform")
 
 
 def _nvcodec() -> Check:
@@ -164,7 +168,7 @@ def _nvcodec() -> Check:
                "all and NVIDIA_DRIVER_CAPABILITIES=compute,utility,video; outside of one install the driver's decode and "
                "encode packages")  # fmt: skip
     else:
-        fix = "pip install 'gpupipe[cuda13]' (cuda12 for a CUDA 12 driver); not needed on the CPU"
+        fix = f"{inventory.GPU_PACKAGES}; not needed on the CPU"
     return Check("PyNvVideoCodec", "missing", reason, fix)
 
 
@@ -258,7 +262,7 @@ def _write_trial(file: Path) -> str:
 
 
 def _dali() -> Check:
-    return _optional("nvidia.dali", "DALI", "optional: pip install 'gpupipe[cuda13]' (cuda12 for a CUDA 12 driver)")
+    return _optional("nvidia.dali", "DALI", f"optional: {inventory.GPU_PACKAGES}")
 
 
 def _cores() -> Check:

@@ -55,7 +55,7 @@ def contact_sheet(
         transform: what the loader made the clips with, to undo the normalisation.
         title: a line above all.
         labels: names of the classes; the batch's ``label`` picks one for each row.
-        clips, frames: at most so many rows, and so many frames of a clip (evenly spread, first and last among them).
+        clips, frames: at most so many rows, and so many frames of a clip, from the first on, equally far apart.
         tile: height of a frame in the sheet, in pixels.
     """
     from PIL import Image, ImageDraw
@@ -63,7 +63,7 @@ def contact_sheet(
     shown = pictures(batch, transform)
     count, length, height, width = shown.shape[:4]
     rows = min(clips, count)
-    steps = sorted({round(i * (length - 1) / max(1, min(frames, length) - 1)) for i in range(min(frames, length))})
+    steps = range(0, length, -(-length // frames))
     wide = max(round(tile * width / height), 64)  # a caption of seven characters needs so much
     gap, caption, time_line, head = 6, 20, 15, 34 if title else 8
     size = (gap + max(len(steps) * (wide + gap), 560), head + rows * (caption + tile + time_line + gap))

@@ -94,7 +94,7 @@ class DecodeEngine:
                 choice = Choice("cpu", str(error))
         if self.stream is not None and choice.reason is not None and self._mode != "cpu":
             self._telemetry.warn_once(f"fallback {path}", f"{path} is decoded on the CPU: {choice.reason}")
-        with self._telemetry.span("decode"):
+        with stage("decode", path), self._telemetry.span("decode"):
             planes = cpu.decode(index, plan, stop)
         self._account(plan, "cpu")
         if self._store is not None:

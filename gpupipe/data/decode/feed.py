@@ -23,7 +23,13 @@ class PacketFeed:
     def __init__(self, index: VideoIndex) -> None:
         self._index = index
         self._open = ExitStack()
-        self._file = self._open.enter_context(LocalFile(index.identity.path)) if index.mapped else None
+        self._file: LocalFile | None = None
+        if index.mapped:
+            path = index.identity.path
+            self._file = self._open.enter_context(LocalFile(path))
+            if not self._file.is_still(index.identity):  # packets of another version may decode, to wrong pictures
+                self.close()
+                raise OpenError(f"{path} was replaced or changed after it was indexed", fix="is it being written?", path=path)
 
     def packets(self, run: Pass) -> Iterator[tuple[int, bytes]]:
         """(number, data) of each packet of a run, in decoding order.

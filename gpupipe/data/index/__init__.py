@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,6 +17,17 @@ _KEPT = 4096
 _lock = threading.Lock()
 _indices: OrderedDict[str, VideoIndex] = OrderedDict()
 _being_made: dict[str, threading.Lock] = {}
+
+
+def _after_fork() -> None:
+    """In a forked child no thread is left that would give back a lock which the fork found taken."""
+    global _lock
+    _lock = threading.Lock()
+    _being_made.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def load(path: str, make: Callable[[Identity], VideoIndex] = build.build) -> VideoIndex:

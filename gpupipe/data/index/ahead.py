@@ -29,35 +29,50 @@ class IndexAhead:
     def __init__(self, paths: Sequence[str], workers: int, skip: int) -> None:
         self._paths = islice(dict.fromkeys(paths), skip, None)
         self._pulling = threading.Lock()
-        self._room = threading.Semaphore(_AHEAD)
+        # On a lock that may be taken again: garbage collection may call abandon() in a thread that is inside advance().
+        self._changed = threading.Condition()
+        self._room = _AHEAD
         self._stopping = False
         self._processes = [IndexProcess() for _ in range(workers)]
         self.threads = [
             threading.Thread(target=self._work, args=(process,), name=f"gpupipe-index-{number}", daemon=True)
             for number, process in enumerate(self._processes)
         ]
-        for thread in self.threads:
-            thread.start()
+        try:
+            for thread in self.threads:
+                thread.start()
+        except BaseException:
+            self.abandon()
+            raise
 
     def advance(self) -> None:
         """Says that one more clip's turn has come."""
-        self._room.release()
+        with self._changed:
+            self._room += 1
+            self._changed.notify()
 
     def abandon(self) -> None:
         """Tells threads and processes to end, without waiting for them."""
         self._stopping = True
+        with self._changed:
+            self._changed.notify_all()
         for process in self._processes:
-            self._room.release()
             process.end()
+
+    def _next(self) -> str | None:
+        """The next path, once there is room for it; None when there are no more or the work is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or self._room > 0)
+            if self._stopping:
+                return None
+            self._room -= 1
+        with self._pulling:
+            return next(self._paths, None)
 
     def _work(self, process: IndexProcess) -> None:
         try:
             started = False
-            while self._room.acquire() and not self._stopping:
-                with self._pulling:
-                    path = next(self._paths, None)
-                if path is None:
-                    return
+            while (path := self._next()) is not None:
                 with suppress(GpupipeError):
                     if indices.known(path):
                         continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
 
@@ -86,11 +87,12 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
     offset = _DATA_AFTER_POS.get(container.format.name, 0)
     rows: list[tuple[int, int, int | None, int | None, bool, bool, bool]] = []
     layers: list[int | None] = []
+    faults: list[str] = []
     kinds, uniform = sequences_of_extradata(codec, extradata), True
     first: Any = None
     with LocalFile(identity.path) as file:
         window = _Window(file)
-        for packet in whole_packets(container, stream):
+        for packet in whole_packets(container, stream, faults):
             data = bytes(packet)
             at = -1 if packet.pos is None or packet.pos < 0 else packet.pos + offset
             if at >= 0 and not window.holds(at, data):
@@ -129,6 +131,9 @@ def _build(identity: Identity, container: InputContainer, stream: VideoStream) -
     pts = np.array(times, np.int64)
     seconds = pts[display] * float(_time_base(stream))
     info = _info(identity.path, container, stream, first, seconds, interlaced=interlaced, uniform=uniform and len(kinds) <= 1)
+    if faults:
+        promised = f"{stream.frames} frames promised, " if stream.frames > len(display) else ""
+        info = replace(info, damage=f"{promised}{len(display)} found ({', '.join(sorted(set(faults)))})")
     arrays = (position, size, pts, key, starts, droppable, display)
     return VideoIndex(identity, info, stream.index, *arrays, extradata, length_size)
 
@@ -150,23 +155,31 @@ class _Window:
         return self._bytes[at : at + len(data)] == data
 
 
-def whole_packets(container: InputContainer, stream: VideoStream) -> Iterator[Packet[Any]]:
-    """All whole packets, one at a time; where the file is cut, those before the cut."""
+def whole_packets(container: InputContainer, stream: VideoStream, faults: list[str] | None = None) -> Iterator[Packet[Any]]:
+    """All whole packets, one at a time; where the file is cut, those before the cut.
+
+    Args:
+        faults: gets a line for each packet that is left out because it is damaged, and for what ended the file early.
+    """
+    faults = [] if faults is None else faults
     import av
 
     found = False
     while True:
         try:
             for packet in container.demux(stream):
-                if packet.size and not packet.is_corrupt:
+                if packet.is_corrupt:
+                    faults.append("a damaged packet")
+                elif packet.size:
                     found = True
                     yield packet
             return
         except IndexError:  # a packet of a stream that the header does not have, which PyAV cannot name: read on behind it
             continue
-        except av.error.FFmpegError:
+        except av.error.FFmpegError as error:
             if not found:
                 raise
+            faults.append(str(error.strerror))
             return
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -34,10 +35,11 @@ def cache_dir() -> Path:
     """``GPUPIPE_CACHE``, else a folder in the user's cache folder, or in the temporary folder where that is read-only."""
     chosen = os.environ.get("GPUPIPE_CACHE")
     if chosen:
-        return Path(chosen)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    if os.access(home if home.exists() else home.parent, os.W_OK):
-        return home / "gpupipe"
+        return Path(os.path.expanduser(chosen))
+    # Path.home() fails for a user without a home, Path.exists() for a home that is somebody else's: os.path does not.
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(home) and os.access(home if os.path.exists(home) else os.path.dirname(home), os.W_OK):
+        return Path(home) / "gpupipe"
     return Path(tempfile.gettempdir()) / f"gpupipe-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
@@ -110,6 +112,11 @@ def _narrow(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.astype(np.int32) if fits else array
 
 
+@functools.cache
+def _tell_once(folder: str, why: str) -> None:
+    log.warning("indices are not kept in %s, so each run reads all packets again: %s (see GPUPIPE_CACHE)", folder, why)
+
+
 def write(index: VideoIndex) -> None:
     """Stores the index; a cache that cannot be written is no error."""
     target = file_of(index.identity)
@@ -121,6 +128,7 @@ def write(index: VideoIndex) -> None:
             file.write(serialise(index))
         os.replace(part, target)
     except OSError as error:
+        _tell_once(str(cache_dir()), str(error))
         log.debug("the index of %s is not cached: %s", index.identity.path, error)
         if part is not None:
             with contextlib.suppress(OSError):

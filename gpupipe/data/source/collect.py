@@ -29,6 +29,8 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
     """
     if isinstance(videos, str | os.PathLike | Mapping):
         entries = _one(videos, config, must_exist=True)
+    elif isinstance(videos, set | frozenset):
+        raise SourceError("a set of videos has another order in each process", fix="give a list, say sorted(videos)")
     elif isinstance(videos, Iterable):
         entries = [entry for item in videos for entry in _one(item, config, must_exist=False)]
     else:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Iterable
 from typing import Literal
+
+import numpy as np
 
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
@@ -30,7 +33,11 @@ def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
         wanted.insert(0, "label")
     kinds = {name: _kind(entries, name) for name in wanted}
     if kinds.get("label") == "text":
-        raise SourceError("column 'label' is text", fix="number the classes, or ask for the text under another column name")
+        odd = next(entry for entry in entries if _kind([entry], "label") == "text")
+        raise SourceError(
+            f"column 'label' is text, or beyond 64 bits: {odd.path} has {odd.columns['label']!r}",
+            fix="number the classes, or ask for the text under another column name",
+        )
     return kinds
 
 
@@ -43,9 +50,9 @@ def _kind(entries: list[Entry], name: str) -> Kind:
             raise SourceError(
                 f"{entry.path} has no value in column {name!r} (its columns: {have})", fix="fill it in, or do not ask for it"
             )
-        if isinstance(value, int) and -(2**63) <= value < 2**63:
+        if isinstance(value, numbers.Integral | np.bool_) and -(2**63) <= int(value) < 2**63:  # NumPy's numbers included
             continue
-        if isinstance(value, float):
+        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
             kind = "float"
         else:
             return "text"

@@ -36,6 +36,11 @@ def read_table(path: str, path_column: str) -> list[Entry]:
 
 
 def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
+    names = [name.strip() for name in reader.fieldnames or ()]  # "path, label"
+    twice = {name for name in names if name and names.count(name) > 1}
+    if twice:
+        raise SourceError(f"{path} has two columns {min(twice)!r}", fix="name each column once")
+    reader.fieldnames = names
     rows: list[tuple[int, dict[str, Any]]] = []
     for row in reader:
         if None in row or None in row.values():  # how DictReader tells of cells too many, and too few
@@ -43,7 +48,7 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
                 f"{path} line {reader.line_num} has not as many cells as the header", fix="quote cells that hold commas"
             )
         rows.append((reader.line_num, dict(row)))
-    for name in reader.fieldnames or ():
+    for name in names:
         numbers = [_number(row[name]) for _, row in rows] if name != path_column else [None]
         if None not in numbers:  # a column as a whole: "007" next to "a7" is a name, not a seven
             for (_, row), number in zip(rows, numbers, strict=True):
@@ -69,7 +74,7 @@ def row_entry(row: Mapping[str, Any], path_column: str, base: str, where: str) -
 def _parse(line: str, path: str, number: int) -> dict[str, Any]:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or a number of thousands of digits
         raise SourceError(f"{path} line {number} is not JSON: {error}", fix="write one JSON object a line") from error
     if not isinstance(value, dict):
         raise SourceError(f"{path} line {number} is not a JSON object", fix="write one JSON object a line")

@@ -55,7 +55,7 @@ def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Seque
     with torch.no_grad(), torch.autocast(device_type="cpu", enabled=False):
         for begin in range(0, len(sources), together):
             chunk = sources[begin : begin + together]
-            yuv = torch.empty(3, len(chunk), height, width)
+            yuv = _scratch(3, len(chunk), height, width)
             for k, plane in enumerate((planes.y, planes.u, planes.v)):
                 _resize(_pick(plane, chunk), geometry, yuv[k], chroma=k > 0)
             rgb = (matrix @ yuv.view(3, -1)).view_as(yuv)
@@ -66,6 +66,11 @@ def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Seque
             for k, source in enumerate(chunk):
                 for target in wanted[source]:
                     out[target].copy_(clip[:, k])
+
+
+def _scratch(*shape: int) -> torch.Tensor:
+    """Uninitialised; of this type on the CPU, whatever torch's defaults are while a model is being made."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def _pick(plane: torch.Tensor, frames: list[int]) -> torch.Tensor:
@@ -96,7 +101,7 @@ def _resize(plane: torch.Tensor, geometry: Geometry, out: torch.Tensor, *, chrom
         _resize_rows(plane[:, :, first : first + columns.outputs], geometry.rows, out, chroma=chroma)
         return
     left, right = columns.reach(chroma=chroma)
-    half = torch.empty(len(plane), geometry.rows.outputs, right - left)
+    half = _scratch(len(plane), geometry.rows.outputs, right - left)
     _resize_rows(plane[:, :, left:right], geometry.rows, half, chroma=chroma)
     source, target = half.view(-1, right - left), out.view(-1, columns.outputs)
     for begin, end in _blocks(columns):
