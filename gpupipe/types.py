@@ -192,7 +192,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
     """A mapping of tensors with one leading dimension B, so that ``model(**batch)`` and trainers can walk it.
 
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
-    ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one; further numeric columns as asked for.
+    ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one; further
+    numeric columns as asked for, int64 or float64.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with

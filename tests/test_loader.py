@@ -155,7 +155,7 @@ def test_columns_travel_with_their_clip(folder: Path, tmp_path: Path) -> None:
         batches = list(loader)
     for batch in batches:
         assert set(batch) == {"video", "pts_seconds", "mask", "label", "score"}
-        assert (batch["score"].dtype, batch["label"].dtype) == (torch.float32, torch.int64)
+        assert (batch["score"].dtype, batch["label"].dtype) == (torch.float64, torch.int64)
         assert batch["score"].tolist() == [label / 8 for label in batch["label"].tolist()]
         assert batch.text == {"name": [Path(path).name for path in batch.paths]}
         assert [paths[label] for label in batch["label"].tolist()] == [Path(path) for path in batch.paths]

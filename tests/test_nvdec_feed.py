@@ -24,9 +24,14 @@ from gpupipe.data.decode import cpu, nvdec
 from gpupipe.data.decode.nvdec import NvdecDecoder, Unsupported
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import make_plan
+from gpupipe.errors import DeviceMemoryError, SyncError
 from gpupipe.types import PlaneFormat, Planes
 
 END = 1
+
+
+class Fault(Exception):
+    """What PyNvVideoCodec raises."""
 
 
 class Packet:
@@ -136,8 +141,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
     module = SimpleNamespace(
         PacketData=Packet,
         VideoPacketFlag=SimpleNamespace(ENDOFSTREAM=END),
-        PyNvVCException=KeyError,
-        PyNvVCExceptionUnsupported=KeyError,
+        PyNvVCException=Fault,
+        PyNvVCExceptionUnsupported=Fault,
         CreateDecoder=create,
     )
     monkeypatch.setattr(nvdec, "load", lambda name: module)
@@ -147,7 +152,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Decoder]:
 
 
 def decoder(keep: int = 3) -> NvdecDecoder:
-    return NvdecDecoder(SimpleNamespace(device_index=0, cuda_stream=0), Store(), keep)  # type: ignore[arg-type]
+    return NvdecDecoder(SimpleNamespace(device_index=0, cuda_stream=0, synchronize=lambda: None), Store(), keep)  # type: ignore[arg-type]
 
 
 def assert_exact(hardware: NvdecDecoder, index: VideoIndex, wanted: list[int]) -> None:
@@ -228,3 +233,24 @@ def test_a_frame_that_does_not_come_is_named(
     index = indices.load(str(clips["h264"]))
     with pytest.raises(Unsupported, match="NVDEC left out frame 7"):
         decoder().decode(index, make_plan(index, [7]))
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [(801, Unsupported), (1, Unsupported), (2, DeviceMemoryError), (700, SyncError), (719, SyncError)],
+)
+def test_what_a_failing_decoder_means(
+    code: int, expected: type[Exception], clips: dict[str, Path], made: list[Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index, hardware = indices.load(str(clips["h264"])), decoder()
+    assert_exact(hardware, index, [3])
+
+    def fail(self: Decoder, packet: Packet) -> list[Frame]:
+        raise Fault(f"HandleVideoSequence : \nError code : {code}\nError Type : it would not go\nat somewhere.cpp:274")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoder, "Decode", fail)
+        with pytest.raises(expected, match="it would not go"):
+            hardware.decode(index, make_plan(index, [3]))
+    assert_exact(hardware, index, [3, 40])
+    assert len(made) == 2, "the decoder that failed is not used again"

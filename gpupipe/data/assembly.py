@@ -81,13 +81,14 @@ class Assembly:
         if not arrivals:
             return None
         with torch.cuda.stream(self._stream):
+            numbers = self._numbers(arrivals)  # before the stream waits: these copies would wait with it, and this thread too
             if self._stream is not None:
                 hand_over([], [arrival.done for arrival in arrivals if arrival.done is not None], self._stream)
             video = self.video
             if len(arrivals) < len(self._arrivals):
                 kept = [slot for slot, arrival in enumerate(self._arrivals) if arrival is not None]
                 video = video[torch.tensor(kept, device=self._device)]
-            tensors = {"video": video, **self._numbers(arrivals)}
+            tensors = {"video": video, **numbers}
             complete = self._stream.record_event() if self._stream is not None else None
         text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
         batch = Batch(
@@ -107,6 +108,6 @@ class Assembly:
         }
         for name, kind in self._kinds.items():
             if kind != "text":
-                dtype = np.int64 if kind == "int" else np.float32
+                dtype = np.int64 if kind == "int" else np.float64
                 columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype)
         return {name: torch.from_numpy(values).to(self._device) for name, values in columns.items()}

@@ -6,13 +6,14 @@ error with a name, where a map would end the process with SIGBUS; and from the p
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from gpupipe.errors import OpenError
+from gpupipe.errors import DeviceError, GpupipeError, OpenError
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,8 @@ class LocalFile:
         self.close()
 
 
-def _cannot_open(path: str, error: OSError | ValueError) -> OpenError:
+def _cannot_open(path: str, error: OSError | ValueError) -> GpupipeError:
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of this file
+        return DeviceError(f"cannot open {path}: {error.strerror}", fix="raise the limit of open files (ulimit -n)", path=path)
     reason = getattr(error, "strerror", None) or error
     return OpenError(f"cannot open {path}: {reason}", fix="check the path and its permissions", path=path)

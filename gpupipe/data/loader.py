@@ -85,6 +85,10 @@ class VideoLoader:
                 else "give at least one video for each rank",
             )
         self._telemetry = Telemetry()
+        ranks = torch.distributed.get_world_size() if _distributed() else 1
+        if ranks > 1 and self.config.world_size == 1:
+            message = f"torch.distributed has {ranks} ranks, but this loader has world_size=1: every rank gets the same samples"
+            self._telemetry.warn_once("ranks", f"{message}; give rank= and world_size=")
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
         self._job = Job(
             entries=entries,
@@ -253,6 +257,10 @@ def _forked() -> ClosedError:
         "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
         fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
     )
+
+
+def _distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -30,7 +31,7 @@ class FramePlanes(NamedTuple):
 
 
 class VideoReader:
-    """Random access to one video's frames.
+    """Random access to one video's frames. Threads may share a reader; they read one after the other.
 
     Args:
         path: the video.
@@ -58,6 +59,7 @@ class VideoReader:
             load("cupy")
             stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._telemetry = Telemetry()
+        self._reading = threading.Lock()
         self._engine = DecodeEngine(self.device, stream, mode=decoder, keep=1, fallbacks=Fallbacks(), telemetry=self._telemetry)
 
     @property
@@ -89,13 +91,14 @@ class VideoReader:
         if not wanted:
             return torch.empty((0, 3, *self.info.display_size), dtype=torch.uint8, device=self.device)
         plan = make_plan(self._index, wanted)
-        with torch.cuda.stream(self._engine.stream):
+        with self._reading, torch.cuda.stream(self._engine.stream):
             planes, _ = self._engine.decode(self._index, plan)
             with stage("transform", self.info.path):
                 rgb = to_rgb(planes, self.info)
                 if plan.frame_map != tuple(range(len(rgb))):
                     rgb = rgb[torch.tensor(plan.frame_map, device=self.device)]
-        self._hand_over([rgb])
+            done = self._engine.stream.record_event() if self._engine.stream is not None else None
+        self._hand_over([rgb], done)
         return rgb
 
     def frames_at(self, seconds: Iterable[float]) -> torch.Tensor:
@@ -131,11 +134,12 @@ class VideoReader:
         if not wanted:
             return []
         plan = make_plan(self._index, wanted)
-        with torch.cuda.stream(self._engine.stream):
+        with self._reading, torch.cuda.stream(self._engine.stream):
             planes, _ = self._engine.decode(self._index, plan)
             with stage("copy planes", self.info.path):
                 parts = [_right_aligned(plane, planes.format) for plane in (planes.y, planes.u, planes.v)]
-        self._hand_over(parts)
+            done = self._engine.stream.record_event() if self._engine.stream is not None else None
+        self._hand_over(parts, done)
         return [FramePlanes(*(part[slot] for part in parts)) for slot in plan.frame_map]
 
     def _positions(self, wanted: Iterable[int]) -> list[int]:
@@ -154,11 +158,10 @@ class VideoReader:
             positions.append(position % length)
         return positions
 
-    def _hand_over(self, tensors: Sequence[torch.Tensor]) -> None:
-        stream = self._engine.stream
-        if stream is not None:
+    def _hand_over(self, tensors: Sequence[torch.Tensor], done: torch.cuda.Event | None) -> None:
+        if done is not None:
             with stage("hand-over", self.info.path):
-                hand_over(tensors, [stream.record_event()], torch.cuda.current_stream(self.device))
+                hand_over(tensors, [done], torch.cuda.current_stream(self.device))
 
     def close(self) -> None:
         """Frees the decoder; a later read makes a new one."""

@@ -125,6 +125,25 @@ def test_leaving_early_leaves_no_thread(clips: dict[str, Path]) -> None:
     assert not [t.name for t in threading.enumerate() if t.name.startswith("gpupipe")]
 
 
+def test_breaking_off_leaves_no_writer_behind(clips: dict[str, Path]) -> None:
+    """Batches that are left half-made give their memory back: kernels still queued must not write into the next ones."""
+    expected = pixels(make(clips))
+    with make(clips, jitter={"depth": 3}) as loader:
+        for round_number in range(60):
+            loader.set_epoch(0)
+            for number, batch in enumerate(loader):
+                assert torch.equal(batch.video.cpu(), expected[number]), (round_number, number)
+                if number == round_number % 3:
+                    break
+
+
+def test_leaving_amid_an_epoch_ends_the_process_cleanly(clips: dict[str, Path]) -> None:
+    code = "import sys; from gpupipe import VideoLoader; loader = VideoLoader([sys.argv[1]] * 64, batch=4, device='cuda'); "
+    code += "next(iter(loader)); kept = iter(loader); next(kept)"
+    done = subprocess.run([sys.executable, "-c", code, str(clips["h264"])], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_bad_file_amid_good_ones_is_substituted(clips: dict[str, Path], tmp_path: Path) -> None:
     bad = tmp_path / "bad.mp4"
     bad.write_bytes(b"not a video" * 100)

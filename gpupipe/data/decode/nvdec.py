@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from gpupipe.data.index.bitstream.nal import parameter_sets, to_annexb
 from gpupipe.data.plan import Pass, Plan
 from gpupipe.device.driver import drop_contexts
 from gpupipe.device.inventory import load, nvdec_codec
+from gpupipe.errors import DeviceMemoryError, SyncError
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
@@ -37,6 +39,13 @@ _NEVER = 1 << 62
 """A time that no packet has: the decoder leaves frames before it unmapped, but counts them."""
 _BYTES_A_CALL = 64 << 20
 """Bound on the decoded frames of one call, which the decoder holds all at once."""
+
+
+_ERROR_CODE = re.compile(r"Error code\s*:\s*(\d+)")
+_ERROR_TYPE = re.compile(r"Error Type\s*:\s*(.+)")
+_OUT_OF_MEMORY = 2
+_FAULTS = range(700, 720)
+"""Numbers of CUresult after which a context is of no more use: illegal address, launch failure and the like."""
 
 
 class Unsupported(Exception):
@@ -79,6 +88,7 @@ class NvdecDecoder:
         Raises:
             Unsupported: when NVDEC cannot decode the stream, or left out a wanted frame.
             OpenError: when the file can no longer be read.
+            DeviceMemoryError, SyncError: when CUDA fails.
             Stopped: when ``stop()`` turned true.
         """
         if index.info.codec in _BYTE_STREAMS:
@@ -89,8 +99,9 @@ class NvdecDecoder:
         return self._decode(index, plan, stop, by_count=False)
 
     def _decode(self, index: VideoIndex, plan: Plan, stop: Stop, *, by_count: bool) -> Planes:
-        key, session = self._session(index)
+        key = self._key(index)
         try:
+            session = self._session(key, index)
             target = _Target(index, plan, self._store, self._stream)
             with PacketFeed(index) as feed:
                 for run in plan.passes:
@@ -101,9 +112,9 @@ class NvdecDecoder:
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
         except BaseException as error:
-            self._sessions.pop(key, None)  # its parser may hold half a stream
+            self._drop(key)  # its parser may hold half a stream
             if isinstance(error, self._nvc.PyNvVCException | self._nvc.PyNvVCExceptionUnsupported):
-                raise Unsupported(_first_line(error)) from error
+                raise _explained(error, index.info.path) from error
             raise
 
     def _run_by_count(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
@@ -174,33 +185,44 @@ class NvdecDecoder:
         packet.decode_flag = int(self._nvc.VideoPacketFlag.ENDOFSTREAM)
         return packet
 
-    def _session(self, index: VideoIndex) -> tuple[tuple[Any, ...], _Session]:
+    def _key(self, index: VideoIndex) -> tuple[Any, ...]:
+        """Streams of one key share a decoder."""
         info = index.info
         room = tuple(-(-side // _CLASS) * _CLASS for side in (info.width, info.height))
-        key = (info.codec, info.pix_fmt, room)
-        size = (info.width, info.height)
+        return info.codec, info.pix_fmt, room
+
+    def _session(self, key: tuple[Any, ...], index: VideoIndex) -> _Session:
+        size = (index.info.width, index.info.height)
         session = self._sessions.get(key)
         if session is None:
             while len(self._sessions) >= self._keep:
-                self._sessions.popitem(last=False)
+                self._drop(next(iter(self._sessions)))
             decoder = self._nvc.CreateDecoder(
                 gpuid=self._stream.device_index,
-                codec=nvdec_codec(info.codec),
+                codec=nvdec_codec(index.info.codec),
                 cudacontext=0,
                 cudastream=self._stream.cuda_stream,
                 usedevicememory=True,
-                maxwidth=room[0],
-                maxheight=room[1],
+                maxwidth=key[-1][0],
+                maxheight=key[-1][1],
             )
             session = self._sessions[key] = _Session(decoder, size)
         elif session.size != size:
             session.decoder.setReconfigParams(*size)
             session.size = size
         self._sessions.move_to_end(key)
-        return key, session
+        return session
+
+    def _drop(self, key: tuple[Any, ...]) -> None:
+        """Lets a decoder go, once the copies from its surfaces have passed."""
+        session = self._sessions.pop(key, None)
+        if session is not None:
+            self._stream.synchronize()
 
     def close(self) -> None:
-        self._sessions.clear()
+        """Lets all decoders go."""
+        for key in list(self._sessions):
+            self._drop(key)
 
 
 class _Target:
@@ -272,6 +294,19 @@ class _Target:
         return self._store.planes(len(self._found), self._format)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if "Error Type" in line]
-    return lines[0].removeprefix("Error Type : ") if lines else str(error).strip()
+def _explained(error: BaseException, path: str) -> Exception:
+    """What a failure of PyNvVideoCodec means: too little memory, a faulty CUDA context, or a stream that is not for NVDEC."""
+    reason = _ERROR_TYPE.search(str(error))
+    what = reason[1].strip() if reason else str(error).strip()
+    code = _ERROR_CODE.search(str(error))
+    number = int(code[1]) if code else 0
+    if number == _OUT_OF_MEMORY:
+        return DeviceMemoryError(
+            f"NVDEC found no memory to decode {path}: {what}",
+            fix="free memory on this GPU, or use fewer decode threads (decode={'threads': …})",
+            path=path,
+        )
+    if number in _FAULTS:
+        fix = "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel; the process must be restarted"
+        return SyncError(f"stage 'decode': CUDA reported a fault: {what}", fix=fix, path=path)
+    return Unsupported(what)

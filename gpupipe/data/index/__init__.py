@@ -10,6 +10,7 @@ from collections.abc import Callable
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import build, cache
 from gpupipe.data.index.model import VideoIndex
+from gpupipe.errors import OpenError
 
 __all__ = ["VideoIndex", "load"]
 
@@ -75,6 +76,9 @@ def _read_or_make(identity: Identity, make: Callable[[Identity], VideoIndex]) ->
     index = cache.read(identity)
     if index is None:
         index = make(identity)
+        if Identity.of(identity.path) != identity:
+            message = f"{identity.path} changed while it was indexed"
+            raise OpenError(message, fix="wait until it is written", path=identity.path)
         cache.write(index)
     _remember(index)
     return index

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -29,12 +30,22 @@ _DATA_AFTER_POS = {"matroska,webm": 4, "flv": 16}
 _MATRICES = {1: "bt709", 4: "bt601", 5: "bt601", 6: "bt601", 9: "bt2020", 10: "bt2020"}
 """FFmpeg's colour space numbers (ITU-T H.273 table 4); 2 and the rest: not stated or not known here."""
 _RANGES = {1: "limited", 2: "full"}
+_PROGRESSIVE = (0, 1)
+"""FFmpeg's field orders "unknown" and "progressive"."""
 _WINDOW_BYTES = 4 << 20
 _building = threading.Semaphore(2)
 """Builds in one process at a time: a demux gives up the interpreter lock at each packet, so that many side by side spend
 their time winning it back."""
-_PROGRESSIVE = (0, 1)
-"""FFmpeg's field orders "unknown" and "progressive"."""
+
+
+def _after_fork() -> None:
+    """A permit that another thread held at the fork would never come back in the child."""
+    global _building
+    _building = threading.Semaphore(2)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def open_video(path: str) -> tuple[InputContainer, VideoStream]:
