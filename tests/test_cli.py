@@ -11,10 +11,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import pytest
 
 from gpupipe import __version__
 from gpupipe.cli import main
+from gpupipe.cli.index import IndexConfig, index
+from gpupipe.data.index.fill import fill
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ["--frames", "4", "--size", "32", "--batch", "2", "--device", "cpu"]
@@ -206,3 +209,24 @@ def test_interrupt_leaves_at_once_and_quietly(command: str, folder: Path, tmp_pa
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+def test_index_makes_what_is_missing_and_names_what_is_bad(clips: dict[str, Path], tmp_path: Path, fresh_cache: Path) -> None:
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    for name in ("h264", "hevc", "vp9"):
+        (tmp_path / clips[name].name).symlink_to(clips[name])
+    report = index(IndexConfig(videos=(str(tmp_path),), processes=2))
+    assert (report["videos"], report["frames"], report["packets"]) == (3, 180, 180)
+    assert report["video_seconds"] == pytest.approx(6, abs=0.1)
+    assert list(report["bad_files"]) == [str(tmp_path / "bad.mp4")]
+    assert "cannot be opened as a video" in report["bad_files"][str(tmp_path / "bad.mp4")]
+    assert len(list(fresh_cache.rglob("*.gpx"))) == 3
+    again = index(IndexConfig(videos=(str(tmp_path),)))
+    assert again["videos"] == 3
+
+
+def test_leaving_fill_early_ends_its_processes(clips: dict[str, Path], fresh_cache: Path) -> None:
+    outcomes = fill([str(path) for path in clips.values()], 2)
+    next(outcomes)
+    outcomes.close()
+    assert not [child for child in psutil.Process().children() if "gpupipe.data.index.worker" in child.cmdline()]

@@ -1,0 +1,98 @@
+"""``gpupipe index``: makes the indices of a whole set, so that no training run has to."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+from pydantic import Field
+
+from gpupipe.cli.console import Progress, emit_json, existing, say, say_facts, size_text
+from gpupipe.config import StageConfig
+
+
+class IndexConfig(StageConfig):
+    """Which videos, and by how many processes."""
+
+    videos: tuple[str, ...]
+    processes: Annotated[int, Field(ge=1, le=256)] | None = None
+    """None: one for each core that this process may use."""
+
+
+def index(config: IndexConfig) -> dict[str, Any]:
+    """Loads or makes the index of every video.
+
+    Returns:
+        What was found: counts, hours, bytes, time, and the bad files with their errors; JSON types only.
+
+    Raises:
+        SourceError: when the videos are not there.
+    """
+    from contextlib import closing
+
+    from gpupipe.config import SourceConfig
+    from gpupipe.data.index import cache
+    from gpupipe.data.index.fill import fill
+    from gpupipe.data.source import collect
+    from gpupipe.device.inventory import cpu_quota
+    from gpupipe.errors import GpupipeError
+
+    entries = collect(existing(config.videos), SourceConfig())
+    paths = list(dict.fromkeys(entry.path for entry in entries))
+    bad: dict[str, str] = {}
+    cut: dict[str, str] = {}
+    frames = packets = size_bytes = 0
+    seconds = 0.0
+    began = time.perf_counter()
+    outcomes = fill(paths, config.processes or cpu_quota())
+    with closing(outcomes), Progress(f"indexing {len(paths)} videos", len(paths)) as bar:
+        for done, (path, outcome) in enumerate(outcomes, 1):
+            if isinstance(outcome, GpupipeError):
+                bad[path] = str(outcome)
+            else:
+                frames += outcome.info.frames
+                packets += len(outcome.pts)
+                size_bytes += outcome.identity.size_bytes
+                seconds += outcome.info.duration_seconds
+                if outcome.info.damage is not None:
+                    cut[path] = outcome.info.damage
+            bar.update(done, f"{done / max(time.perf_counter() - began, 1e-9):.0f} videos/s")
+    return {
+        "command": "index",
+        "videos": len(paths) - len(bad),
+        "frames": frames,
+        "packets": packets,
+        "video_seconds": seconds,
+        "size_bytes": size_bytes,
+        "seconds": time.perf_counter() - began,
+        "bad_files": bad,
+        "cut_files": cut,
+        "cache": str(cache.cache_dir()),
+    }
+
+
+def command(
+    videos: Annotated[list[str], typer.Argument(help="Videos: files, folders, globs or tables.")],
+    processes: Annotated[int | None, typer.Option(help="Processes side by side; one for each core unless given.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
+) -> None:
+    """Make the indices of a whole set of videos.
+
+    A loader makes them by itself when it first meets a video; this does it ahead, and names the files that cannot be used.
+    """
+    report = index(IndexConfig(videos=tuple(videos), processes=processes))
+    if as_json:
+        emit_json(report)
+        return
+    say_facts([
+        ("videos", f"{report['videos']}, {report['video_seconds'] / 3600:.2f} hours, {size_text(report['size_bytes'])}"),
+        ("frames", report["frames"]),
+        ("time", f"{report['seconds']:.2f} s"),
+        ("cache", report["cache"]),
+    ])  # fmt: skip
+    for title, files in (("cannot be used", report["bad_files"]), ("cut or damaged", report["cut_files"])):
+        if files:
+            say(f"\n{len(files)} {title}:")
+            for path, why in files.items():
+                say(f"  {path}: {why.splitlines()[0]}")

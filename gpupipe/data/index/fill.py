@@ -1,0 +1,77 @@
+"""Making the indices of a whole set at once, by many processes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Generator, Sequence
+
+from gpupipe.data import index as indices
+from gpupipe.data.index.model import VideoIndex
+from gpupipe.data.index.worker import IndexProcess
+from gpupipe.errors import GpupipeError
+
+Outcome = VideoIndex | GpupipeError
+
+
+def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]:
+    """Loads or makes the index of each video, and gives it, or the error that it met, as they come.
+
+    Leaving the iterator early ends the processes; what has been made by then is cached.
+
+    Args:
+        paths: videos; one that is named twice is indexed once.
+        processes: how many make indices side by side, at least 1.
+    """
+    waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
+    done: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
+    unique = list(dict.fromkeys(paths))
+    for path in unique:
+        waiting.put(path)
+    workers = [IndexProcess() for _ in range(min(processes, len(unique)))]
+    threads = [
+        threading.Thread(target=_work, args=(worker, waiting, done), name=f"gpupipe-index-{number}", daemon=True)
+        for number, worker in enumerate(workers)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in unique:
+            outcome = done.get()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            yield outcome
+    finally:
+        while not waiting.empty():
+            waiting.get()
+        for worker in workers:
+            worker.end()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+
+
+def _work(
+    process: IndexProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+) -> None:
+    try:
+        started = False
+        while True:
+            try:
+                path = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                if not indices.known(path):
+                    started = started or process.start()
+                    try:
+                        indices.load(path, process.make)
+                    except GpupipeError:  # says that the process could not: find out here why
+                        indices.load(path)
+                done.put((path, indices.load(path)))
+            except GpupipeError as error:
+                done.put((path, error))
+    except BaseException as error:  # crosses to the caller, who raises it
+        done.put(error)
+    finally:
+        process.close()
