@@ -17,6 +17,7 @@ import pytest
 from gpupipe import __version__
 from gpupipe.cli import main
 from gpupipe.cli.index import IndexConfig, index
+from gpupipe.cli.probe import ProbeConfig, probe
 from gpupipe.data.index.fill import fill
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -230,3 +231,11 @@ def test_leaving_fill_early_ends_its_processes(clips: dict[str, Path], fresh_cac
     next(outcomes)
     outcomes.close()
     assert not [child for child in psutil.Process().children() if "gpupipe.data.index.worker" in child.cmdline()]
+
+
+def test_probe_states_the_cost_of_clips(clips: dict[str, Path]) -> None:
+    costs = probe(ProbeConfig(file=str(clips["h264"]), device="cpu", plan=True))["plan"]
+    assert [cost["stride"] for cost in costs] == [1], "60 frames have room for no clip of 16 frames at stride 4"
+    assert 16 < costs[0]["packets"] < costs[0]["plain_packets"] < 60
+    intra = probe(ProbeConfig(file=str(clips["mpeg4"]), device="cpu", plan=True))["plan"]
+    assert intra[0]["packets"] == intra[0]["plain_packets"], "nothing is left out of what the rules do not cover"

@@ -47,6 +47,11 @@ class Plan:
         """The plan's cost: packets to decode."""
         return sum(len(run.packets) for run in self.passes)
 
+    @property
+    def plain_packets(self) -> int:
+        """What the same frames cost without leaving anything out: all packets from each start point on."""
+        return sum(run.last - run.first + 1 for run in self.passes)
+
 
 def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
     """Plans the decode of frames given by display position, in any order and with repeats.
