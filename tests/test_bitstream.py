@@ -13,7 +13,7 @@ from av.bitstream import BitStreamFilterContext
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpupipe.data.index.bitstream.nal import (
+from gpupipe.data.scan.bitstream.nal import (
     START_CODE,
     BitReader,
     nal_length_size,
@@ -22,9 +22,9 @@ from gpupipe.data.index.bitstream.nal import (
     unescape,
     units,
 )
-from gpupipe.data.index.bitstream.reference import unreferenced_layer
-from gpupipe.data.index.bitstream.sequence import sequences
-from gpupipe.data.index.bitstream.start import is_start_point
+from gpupipe.data.scan.bitstream.reference import unreferenced_layer
+from gpupipe.data.scan.bitstream.sequence import sequences
+from gpupipe.data.scan.bitstream.start import is_start_point
 
 
 def nals(data: bytes) -> list[bytes]:

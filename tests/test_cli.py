@@ -230,7 +230,7 @@ def test_leaving_fill_early_ends_its_processes(clips: dict[str, Path], fresh_cac
     outcomes = fill([str(path) for path in clips.values()], 2)
     next(outcomes)
     outcomes.close()
-    assert not [child for child in psutil.Process().children() if "gpupipe.data.index.worker" in child.cmdline()]
+    assert not [child for child in psutil.Process().children() if "gpupipe.data.scan.worker" in child.cmdline()]
 
 
 def test_probe_states_the_cost_of_clips(clips: dict[str, Path]) -> None:

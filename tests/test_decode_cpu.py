@@ -20,6 +20,7 @@ from gpupipe.data import index as indices
 from gpupipe.data.decode import Stopped, choose, cpu
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import make_plan
+from gpupipe.data.scan.demux import whole_packets
 from gpupipe.errors import DecodeError, OpenError
 from gpupipe.types import Planes
 
@@ -318,7 +319,7 @@ def test_a_stream_that_appears_later_does_no_harm(clips: dict[str, Path], tmp_pa
                 yield av.Packet(number + 1)
 
     demuxer: Any = Demuxer()
-    assert [packet.size for packet in indices.build.whole_packets(demuxer, demuxer)] == [1, 2, 4, 6]
+    assert [packet.size for packet in whole_packets(demuxer, demuxer)] == [1, 2, 4, 6]
     assert index.info.frames == 60
 
 

@@ -23,7 +23,9 @@ from clips import write_clip
 
 from gpupipe.data import index
 from gpupipe.data.bytes import Identity
-from gpupipe.data.index import VideoIndex, build, cache
+from gpupipe.data.index import VideoIndex, cache
+from gpupipe.data.scan.demux import whole_packets
+from gpupipe.data.scan.scan import Scan, scan
 from gpupipe.errors import OpenError
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -174,7 +176,7 @@ def load_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VideoIndex, 
     built: list[Identity] = []
     with monkeypatch.context() as patch:
         patch.setattr(index, "_indices", type(index._indices)())
-        found = index.load(str(path), lambda identity: (built.append(identity), build.build(identity))[1])
+        found = index.load(str(path), lambda identity: (built.append(identity), scan(identity))[1])
     return found, bool(built)
 
 
@@ -321,10 +323,10 @@ def test_names_that_are_no_utf8_work(tmp_path: Path, clips: dict[str, Path], mon
 def test_threads_that_want_the_same_index_make_it_once(video: Path) -> None:
     made: list[Identity] = []
 
-    def make(identity: Identity) -> VideoIndex:
+    def make(identity: Identity) -> Scan:
         made.append(identity)
         time.sleep(0.05)  # the others arrive meanwhile
-        return build.build(identity)
+        return scan(identity)
 
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda _: index.load(str(video), make), range(6)))
@@ -375,16 +377,16 @@ class Container:
 
 def test_packets_are_looked_at_one_at_a_time() -> None:
     container: Any = Container(100)
-    next(build.whole_packets(container, container))
+    next(whole_packets(container, container))
     assert container.given == 1, "a film of gigabytes must not be held in memory"
 
 
 def test_packets_before_a_cut_are_kept() -> None:
     whole: Any = Container(3)
-    assert len(list(build.whole_packets(whole, whole))) == 3
+    assert len(list(whole_packets(whole, whole))) == 3
     nothing: Any = Container(0)
     with pytest.raises(av.error.InvalidDataError):
-        list(build.whole_packets(nothing, nothing))
+        list(whole_packets(nothing, nothing))
 
 
 def test_replacing_info_keeps_an_index_comparable(video: Path) -> None:

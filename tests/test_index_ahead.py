@@ -13,7 +13,7 @@ from gpupipe.data import index
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import build, cache
 from gpupipe.data.index.ahead import IndexAhead
-from gpupipe.data.index.worker import IndexProcess
+from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.errors import OpenError
 
 
@@ -25,33 +25,33 @@ def videos(clips: dict[str, Path], tmp_path: Path, fresh_cache: Path) -> list[st
 
 
 def test_a_process_makes_the_same_index_and_survives_a_bad_file(videos: list[str]) -> None:
-    process = IndexProcess()
+    process = ScanProcess()
     assert process.start()
     with pytest.raises(OpenError, match=r"1\.mp4"):
-        process.make(Identity.of(videos[1]))
+        process.scan(Identity.of(videos[1]))
     identity = Identity.of(videos[0])
-    assert cache.serialise(process.make(identity)) == cache.serialise(build.build(identity))
+    assert cache.serialise(build.build(identity, process.scan)) == cache.serialise(build.build(identity))
     process.close()
     process.close()
 
 
 def test_a_process_that_died_is_an_error_and_leaves_no_zombie(videos: list[str]) -> None:
-    process = IndexProcess()
+    process = ScanProcess()
     assert process.start()
     child = process._process
     assert child is not None
     child.kill()
     child.wait()
     for _ in range(2):
-        with pytest.raises(OpenError, match="index process ended"):
-            process.make(Identity.of(videos[0]))
+        with pytest.raises(OpenError, match="scanning process ended"):
+            process.scan(Identity.of(videos[0]))
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
 
 
 def test_ended_before_it_starts(videos: list[str]) -> None:
-    process = IndexProcess()
+    process = ScanProcess()
     process.end()
     assert not process.start()
     process.close()

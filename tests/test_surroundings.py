@@ -21,7 +21,7 @@ import pytest
 from gpupipe import VideoLoader
 from gpupipe.data import index, pipeline
 from gpupipe.data.assembly import Assembly
-from gpupipe.errors import ConfigError, DeviceMemoryError
+from gpupipe.errors import ConfigError, DeviceMemoryError, OpenError
 
 SMALL: dict[str, Any] = {"clip": {"frames": 2}, "transform": {"size": 16}, "device": "cpu", "batch": 2}
 
@@ -85,14 +85,14 @@ def test_an_index_can_be_loaded_in_a_child_forked_amid_the_loading_of_it(folder:
         child = os.fork()
         if child == 0:
             signal.alarm(20)
-            os._exit(0 if index.load(path, index.build.build).info.frames == 60 else 1)
+            os._exit(0 if index.load(path).info.frames == 60 else 1)
         forked.append(child)
-        raise index.build.OpenError("not here")
+        raise OpenError("not here")
 
     index._indices.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(index.cache, "read", lambda _: None)
-        with pytest.raises(index.build.OpenError):
+        with pytest.raises(OpenError):
             index.load(path, make)
         _, status = os.waitpid(forked[0], 0)
     assert status == 0

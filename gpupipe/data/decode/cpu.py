@@ -10,8 +10,8 @@ import torch
 
 from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.index.build import open_video
 from gpupipe.data.plan import Plan
+from gpupipe.data.scan.demux import open_video
 from gpupipe.errors import DecodeError
 from gpupipe.types import PlaneFormat, Planes
 

@@ -9,8 +9,8 @@ from typing import Any, Self
 
 from gpupipe.data.bytes import LocalFile
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.index.build import open_video, whole_packets
 from gpupipe.data.plan import Pass
+from gpupipe.data.scan.demux import open_video, whole_packets
 from gpupipe.errors import DecodeError, OpenError
 
 _SPAN = 4

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import build, cache
 from gpupipe.data.index.model import VideoIndex
+from gpupipe.data.scan.scan import Scan, scan
 from gpupipe.errors import OpenError
 
 __all__ = ["VideoIndex", "load"]
@@ -31,12 +32,12 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def load(path: str, make: Callable[[Identity], VideoIndex] = build.build) -> VideoIndex:
+def load(path: str, scanner: Callable[[Identity], Scan] = scan) -> VideoIndex:
     """The index of a video: from memory, from the cache folder, or made now (and kept in both).
 
     Args:
         path: the video.
-        make: makes an index that is in neither.
+        scanner: reads a file whose index is in neither.
 
     Threads that ask for the same video at once wait for one of them to make it.
 
@@ -51,7 +52,7 @@ def load(path: str, make: Callable[[Identity], VideoIndex] = build.build) -> Vid
         making = _being_made.setdefault(identity.path, threading.Lock())
     try:
         with making:
-            return _remembered(identity) or _read_or_make(identity, make)
+            return _remembered(identity) or _read_or_make(identity, scanner)
     finally:
         with _lock:
             _being_made.pop(identity.path, None)
@@ -72,10 +73,10 @@ def known(path: str) -> bool:
     return True
 
 
-def _read_or_make(identity: Identity, make: Callable[[Identity], VideoIndex]) -> VideoIndex:
+def _read_or_make(identity: Identity, scanner: Callable[[Identity], Scan]) -> VideoIndex:
     index = cache.read(identity)
     if index is None:
-        index = make(identity)
+        index = build.build(identity, scanner)
         if Identity.of(identity.path) != identity:
             message = f"{identity.path} changed while it was indexed"
             raise OpenError(message, fix="wait until it is written", path=identity.path)

@@ -8,7 +8,7 @@ from contextlib import suppress
 from itertools import islice
 
 from gpupipe.data import index as indices
-from gpupipe.data.index.worker import IndexProcess
+from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.errors import GpupipeError
 
 _AHEAD = 256
@@ -33,7 +33,7 @@ class IndexAhead:
         self._changed = threading.Condition()
         self._room = _AHEAD
         self._stopping = False
-        self._processes = [IndexProcess() for _ in range(workers)]
+        self._processes = [ScanProcess() for _ in range(workers)]
         self.threads = [
             threading.Thread(target=self._work, args=(process,), name=f"gpupipe-index-{number}", daemon=True)
             for number, process in enumerate(self._processes)
@@ -69,7 +69,7 @@ class IndexAhead:
         with self._pulling:
             return next(self._paths, None)
 
-    def _work(self, process: IndexProcess) -> None:
+    def _work(self, process: ScanProcess) -> None:
         try:
             started = False
             while (path := self._next()) is not None:
@@ -79,6 +79,6 @@ class IndexAhead:
                     # Only a process that is ready takes a path: a decode thread that wants it would wait for the start.
                     if not started and not (started := process.start()):
                         return
-                    indices.load(path, process.make)
+                    indices.load(path, process.scan)
         finally:
             process.close()

@@ -8,7 +8,7 @@ from collections.abc import Generator, Sequence
 
 from gpupipe.data import index as indices
 from gpupipe.data.index.model import VideoIndex
-from gpupipe.data.index.worker import IndexProcess
+from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.errors import GpupipeError
 
 Outcome = VideoIndex | GpupipeError
@@ -28,7 +28,7 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
     unique = list(dict.fromkeys(paths))
     for path in unique:
         waiting.put(path)
-    workers = [IndexProcess() for _ in range(min(processes, len(unique)))]
+    workers = [ScanProcess() for _ in range(min(processes, len(unique)))]
     threads = [
         threading.Thread(target=_work, args=(worker, waiting, done), name=f"gpupipe-index-{number}", daemon=True)
         for number, worker in enumerate(workers)
@@ -52,7 +52,7 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
 
 
 def _work(
-    process: IndexProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+    process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
 ) -> None:
     try:
         started = False
@@ -65,7 +65,7 @@ def _work(
                 if not indices.known(path):
                     started = started or process.start()
                     try:
-                        indices.load(path, process.make)
+                        indices.load(path, process.scan)
                     except GpupipeError:  # says that the process could not: find out here why
                         indices.load(path)
                 done.put((path, indices.load(path)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupipe.data.index.bitstream.nal import units
+from gpupipe.data.scan.bitstream.nal import units
 
 _H264_SLICES = range(1, 6)
 _H264_SEI, _H264_DELIMITER, _H264_FILLER = 6, 9, 12

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupipe.data.index.bitstream.nal import BitReader, parameter_sets, units
+from gpupipe.data.scan.bitstream.nal import BitReader, parameter_sets, units
 
 _PARAMETER_SETS = {"h264": 7, "hevc": 33}
 """NAL type of the sequence parameter set."""

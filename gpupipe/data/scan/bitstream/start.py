@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupipe.data.index.bitstream.nal import BitReader, unescape, units
+from gpupipe.data.scan.bitstream.nal import BitReader, unescape, units
 
 _RECOVERY_POINT = 6
 

@@ -1,16 +1,17 @@
-"""A process that makes indices: ``python -m gpupipe.data.index.worker``.
+"""A process that scans files: ``python -m gpupipe.data.scan.worker``.
 
 A demux gives up the interpreter lock at each packet, and winning it back beside busy decode threads costs more than the
-demux. So indices that are made while an epoch runs are made here. The process writes one byte when it is ready. A request is
-one line on standard input: the JSON of a file's identity. An answer on standard output is 8 bytes of length and then the index
-in the form of its cache file; length 0 means that it cannot be made, which the asking process finds out again when the file's
-turn comes. The process ends with its input.
+demux. So videos that are met while an epoch runs are scanned here. The process writes one byte when it is ready. A request is
+one line on standard input: the JSON of a file's identity. An answer on standard output is 8 bytes of length and then the
+pickled scan; length 0 means that it cannot be made, which the asking process finds out again when the file's turn comes. The
+process ends with its input.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,23 +19,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gpupipe.data.bytes import Identity
-from gpupipe.data.index import build, cache
-from gpupipe.data.index.model import VideoIndex
+from gpupipe.data.scan.scan import Scan, scan
 from gpupipe.errors import GpupipeError, OpenError
 
 _LENGTH_BYTES = 8
 _READY = b"r"
 
 
-class IndexProcess:
+class ScanProcess:
     """The asking side; for use by one thread."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._ended = False
 
-    def make(self, identity: Identity) -> VideoIndex:
-        """The index of a file, made by the process.
+    def scan(self, identity: Identity) -> Scan:
+        """The scan of a file, made by the process.
 
         Raises:
             OpenError: when it cannot be made there.
@@ -48,11 +48,11 @@ class IndexProcess:
             size = int.from_bytes(process.stdout.read(_LENGTH_BYTES), "little")
             data = process.stdout.read(size)
         except (OSError, ValueError) as error:
-            raise OpenError(f"the index process ended while it read {identity.path}", path=identity.path) from error
-        index = cache.parse(data, identity) if size and len(data) == size else None
-        if index is None:
-            raise OpenError(f"{identity.path} could not be indexed ahead of its turn", path=identity.path)
-        return index
+            raise OpenError(f"the scanning process ended while it read {identity.path}", path=identity.path) from error
+        if not size or len(data) != size:
+            raise OpenError(f"{identity.path} could not be scanned ahead of its turn", path=identity.path)
+        found: Scan = pickle.loads(data)
+        return found
 
     def start(self) -> bool:
         """Starts the process and waits until it is ready; False when it ended instead."""
@@ -65,9 +65,9 @@ class IndexProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             here = str(Path(__file__).resolve().parents[3])
-            search = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+            search = os.pathsep.join([here, *filter(None, sys.path)])  # what this process finds, without a search of its own
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "gpupipe.data.index.worker"],
+                [sys.executable, "-S", "-m", "gpupipe.data.scan.worker"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # FFmpeg's remarks on bad files: the file's own turn tells of them
@@ -100,7 +100,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         identity = Identity(**json.loads(line))
         try:
-            data = cache.serialise(build.build(identity))
+            data = pickle.dumps(scan(identity))
         except GpupipeError:
             data = b""
         sys.stdout.buffer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)

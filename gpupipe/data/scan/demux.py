@@ -1,0 +1,73 @@
+"""Opening containers and reading their packets through PyAV."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, cast
+
+from gpupipe.errors import OpenError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.packet import Packet
+    from av.video.stream import VideoStream
+
+
+def open_video(path: str) -> tuple[InputContainer, VideoStream]:
+    """Opens a file and finds its best video stream.
+
+    Raises:
+        OpenError: when it cannot be opened or has no video.
+    """
+    import av
+
+    try:
+        container = av.open(path)
+    except (av.error.FFmpegError, OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OpenError(
+            f"{path} cannot be opened as a video: {reason}", fix="is the file whole, and a video?", path=path
+        ) from error
+    stream = cast("VideoStream | None", container.streams.best("video"))
+    if stream is None or stream.codec_context is None:
+        container.close()
+        raise OpenError(f"{path} has no video stream that can be decoded", fix="leave it out of the list", path=path)
+    return container, stream
+
+
+def whole_packets(container: InputContainer, stream: VideoStream, faults: list[str] | None = None) -> Iterator[Packet[Any]]:
+    """All whole packets, one at a time; where the file is cut, those before the cut.
+
+    Args:
+        faults: gets a line for each packet that is left out because it is damaged, and for what ended the file early.
+    """
+    import av
+
+    faults = [] if faults is None else faults
+    found = False
+    while True:
+        try:
+            for packet in container.demux(stream):
+                if packet.is_corrupt:
+                    faults.append("a damaged packet")
+                elif packet.size:
+                    found = True
+                    yield packet
+            return
+        except IndexError:  # a packet of a stream that the header does not have, which PyAV cannot name: read on behind it
+            continue
+        except av.error.FFmpegError as error:
+            if not found:
+                raise
+            faults.append(str(error.strerror))
+            return
+
+
+def decoded(context: Any, packet: Packet[Any] | None) -> list[Any]:
+    """The frames that a software decoder puts out for a packet, or at the end for None; none for a damaged packet."""
+    import av
+
+    try:
+        return list(context.decode(packet))
+    except av.error.FFmpegError:
+        return []

@@ -1,0 +1,216 @@
+"""What one demux of a file tells; with a software decode only where the packets do not tell the frames apart."""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, cast
+
+from gpupipe.data.bytes import Identity, LocalFile
+from gpupipe.data.scan.bitstream.nal import nal_length_size
+from gpupipe.data.scan.bitstream.reference import unreferenced_layer
+from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
+from gpupipe.data.scan.bitstream.start import is_start_point
+from gpupipe.data.scan.demux import decoded, open_video, whole_packets
+from gpupipe.errors import OpenError
+from gpupipe.types import Rotation
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
+
+_DATA_AFTER_POS = {"matroska,webm": 4, "flv": 16}
+"""Bytes between a packet's ``pos`` and its data; 0 elsewhere. Every packet is compared before this is relied on."""
+_MATRICES = {1: "bt709", 4: "bt601", 5: "bt601", 6: "bt601", 9: "bt2020", 10: "bt2020"}
+"""FFmpeg's colour space numbers (ITU-T H.273 table 4); 2 and the rest: not stated or not known here."""
+_RANGES = {1: "limited", 2: "full"}
+_PROGRESSIVE = (0, 1)
+"""FFmpeg's field orders "unknown" and "progressive"."""
+_WINDOW_BYTES = 4 << 20
+_scanning = threading.Semaphore(2)
+"""Scans in one process at a time: a demux gives up the interpreter lock at each packet, so that many side by side spend their
+time winning it back."""
+
+
+def _after_fork() -> None:
+    """A permit that another thread held at the fork would never come back in the child."""
+    global _scanning
+    _scanning = threading.Semaphore(2)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+@dataclass
+class PacketRows:
+    """One entry a packet, in file order."""
+
+    position: list[int] = field(default_factory=list)
+    size: list[int] = field(default_factory=list)
+    pts: list[int | None] = field(default_factory=list)
+    dts: list[int | None] = field(default_factory=list)
+    key: list[bool] = field(default_factory=list)
+    start: list[bool] = field(default_factory=list)
+    shown: list[bool] = field(default_factory=list)
+    """False for what an edit list cuts away."""
+    layer: list[int | None] = field(default_factory=list)
+    """Temporal layer of pictures to which no other of their layer refers; None for the rest."""
+
+
+@dataclass
+class Scan:
+    """The packets and facts of one video stream. Fields that :class:`gpupipe.types.VideoInfo` has too mean the same."""
+
+    identity: Identity
+    stream: int
+    extradata: bytes
+    length_size: int
+    packets: PacketRows
+    display: list[int] | None
+    """The packets that yield frames, in the order of showing, where times do not tell; None where they do."""
+    container: str
+    codec: str
+    pix_fmt: str
+    bit_depth: int
+    width: int
+    height: int
+    time_base: Fraction
+    average_rate: float
+    rotation: Rotation
+    color_matrix: str | None
+    color_range: str | None
+    chroma_location: str
+    pixel_aspect: Fraction
+    interlaced: bool
+    uniform: bool
+    promised: int
+    """Frames that the container says it has; 0 where it does not say."""
+    faults: list[str]
+
+
+def scan(identity: Identity) -> Scan:
+    """Reads all packets of the best video stream, and decodes its first frame.
+
+    Raises:
+        OpenError: when the file cannot be opened, has no video, or its first frame cannot be decoded.
+    """
+    import av
+
+    path = identity.path
+    with _scanning:
+        container, stream = open_video(path)
+        with container:
+            try:
+                return _scan(identity, container, stream)
+            except av.error.FFmpegError as error:
+                message = f"{path} cannot be indexed: {error.strerror}"
+                raise OpenError(message, fix="is the file whole?", path=path) from error
+
+
+def _scan(identity: Identity, container: InputContainer, stream: VideoStream) -> Scan:
+    context: Any = stream.codec_context
+    context.thread_count = 1  # one frame is decoded here: starting a thread a core costs more
+    codec = context.codec.canonical_name
+    extradata = bytes(context.extradata or b"")
+    length_size = nal_length_size(codec, extradata)
+    offset = _DATA_AFTER_POS.get(container.format.name, 0)
+    rows, faults = PacketRows(), list[str]()
+    kinds, uniform = sequences_of_extradata(codec, extradata), True
+    first: Any = None
+    with LocalFile(identity.path) as file:
+        window = _Window(file)
+        for packet in whole_packets(container, stream, faults):
+            data = bytes(packet)
+            at = -1 if packet.pos is None or packet.pos < 0 else packet.pos + offset
+            rows.position.append(at if at >= 0 and window.holds(at, data) else -1)
+            rows.size.append(len(data))
+            rows.pts.append(packet.pts)
+            rows.dts.append(packet.dts)
+            rows.key.append(packet.is_keyframe)
+            rows.start.append(packet.is_keyframe and is_start_point(codec, data, length_size))
+            rows.shown.append(not packet.is_discard)
+            rows.layer.append(unreferenced_layer(codec, data, length_size))
+            if packet.is_keyframe:
+                kinds |= sequences(codec, data, length_size)
+                uniform = uniform and not packet.has_sidedata("new_extradata")
+            if first is None:
+                first = next(iter(decoded(context, packet)), None)
+    path = identity.path
+    if not rows.size:
+        raise OpenError(f"{path} holds no video packets", fix="leave it out of the list", path=path)
+    if first is None:
+        first = next(iter(decoded(context, None)), None)
+    if first is None and not context.pix_fmt:
+        raise OpenError(f"no frame of {path} can be decoded", fix="is the file whole?", path=path)
+    interlaced = context.field_order not in _PROGRESSIVE or bool(first is not None and first.interlaced_frame)
+    told = None not in rows.pts and not interlaced and len(set(rows.pts)) == len(rows.pts)
+    source = first if first is not None else context
+    matrix, sample_range = _colour(context, source.format)
+    rotation = (-first.rotation if first is not None else 0) % 360
+    return Scan(
+        identity,
+        stream.index,
+        extradata,
+        length_size,
+        rows,
+        None if told else _display_by_decoding(path),
+        container=container.format.name,
+        codec=codec,
+        pix_fmt=source.format.name,
+        bit_depth=source.format.components[0].bits,
+        width=source.width,
+        height=source.height,
+        time_base=Fraction(stream.time_base or Fraction(1, 90000)),  # MPEG's own clock where the container does not say
+        average_rate=float(stream.average_rate or 25),
+        rotation=cast(Rotation, rotation if rotation in (90, 180, 270) else 0),
+        color_matrix=matrix,
+        color_range=sample_range,
+        chroma_location="center" if codec in ("mjpeg", "mpeg1video") else "left",
+        pixel_aspect=Fraction(stream.sample_aspect_ratio or 1) or Fraction(1),
+        interlaced=interlaced,
+        uniform=uniform and len(kinds) <= 1,
+        promised=stream.frames,
+        faults=faults,
+    )
+
+
+def _colour(context: Any, sample_format: Any) -> tuple[str | None, str | None]:
+    """(matrix, range) as far as the stream states them."""
+    if sample_format.is_rgb:  # the decoder turns RGB codecs into 4:4:4 of this matrix and range
+        return "bt601", "limited"
+    full = sample_format.name.startswith("yuvj")
+    return _MATRICES.get(int(context.colorspace)), "full" if full else _RANGES.get(int(context.color_range))
+
+
+class _Window:
+    """A moving piece of a file to compare packets with: one read serves many of them."""
+
+    def __init__(self, file: LocalFile) -> None:
+        self._file = file
+        self._start = 0
+        self._bytes = b""
+
+    def holds(self, position: int, data: bytes) -> bool:
+        """True when the file has ``data`` at ``position``."""
+        if not self._start <= position <= position + len(data) <= self._start + len(self._bytes):
+            self._start = position
+            self._bytes = self._file.read(position, max(len(data), _WINDOW_BYTES))
+        at = position - self._start
+        return self._bytes[at : at + len(data)] == data
+
+
+def _display_by_decoding(path: str) -> list[int]:
+    """The packets that yield frames, in the order in which a sequential software decode puts them out."""
+    container, stream = open_video(path)
+    with container:
+        context: Any = stream.codec_context
+        context.thread_count = 1
+        found: list[int] = []
+        for number, packet in enumerate(whole_packets(container, stream)):
+            packet.pts = packet.dts = number
+            found += [frame.pts for frame in decoded(context, packet) if frame.pts is not None]
+        found += [frame.pts for frame in decoded(context, None) if frame.pts is not None]
+    return list(dict.fromkeys(found))
