@@ -17,10 +17,11 @@ import torch
 from clips import frame_number, write_clip
 
 from gpupipe.data import index as indices
-from gpupipe.data.decode import Stopped, choose, cpu
+from gpupipe.data.decode import choose, cpu
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import make_plan
 from gpupipe.data.scan.demux import whole_packets
+from gpupipe.data.stop import Stopped
 from gpupipe.errors import DecodeError, OpenError
 from gpupipe.types import Planes
 

@@ -26,6 +26,7 @@ from gpupipe.data.bytes import Identity
 from gpupipe.data.index import VideoIndex, cache
 from gpupipe.data.scan.demux import whole_packets
 from gpupipe.data.scan.scan import Scan, scan
+from gpupipe.data.stop import Stopped
 from gpupipe.errors import OpenError
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -398,3 +399,12 @@ def test_replacing_info_keeps_an_index_comparable(video: Path) -> None:
 def test_a_cut_file_says_what_is_missing(tricky: Path) -> None:
     assert index.load(str(tricky / "t13_truncated.mp4")).info.damage == "120 frames promised, 73 found (a damaged packet)"
     assert index.load(str(tricky / "t01_opengop_h264.mp4")).info.damage is None
+
+
+@pytest.mark.parametrize("name", ["t18_longgop.mp4", "t16_interlaced_h264.mp4"])
+def test_a_scan_can_be_given_up(name: str, tricky: Path) -> None:
+    asked = []
+    with pytest.raises(Stopped):
+        scan(Identity.of(str(tricky / name)), lambda: len(asked) > 20 or bool(asked.append(None)))
+    assert len(asked) == 21
+    assert scan(Identity.of(str(tricky / name))).packets.size

@@ -9,19 +9,22 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from gpupipe.config import LoaderConfig
 from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
-from gpupipe.data.decode import DecodeEngine, Stopped
+from gpupipe.data.decode import DecodeEngine
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
 from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator
 from gpupipe.data.plan import make_plan
 from gpupipe.data.sample import pick_frames
+from gpupipe.data.scan.scan import scan
 from gpupipe.data.source.columns import Kind, start_frame
+from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipTransform
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, OpenError, SampleError
@@ -161,6 +164,9 @@ class Pipeline:
         self._ahead.abandon()
         self._jitter.close()
 
+    def _asked_to_stop(self) -> bool:
+        return self._stopping
+
     def _work(self, engine: DecodeEngine) -> None:
         """A thread's life: take the next clip, make it, and complete the batch if it was the last one."""
         try:
@@ -211,12 +217,12 @@ class Pipeline:
     def _make(self, engine: DecodeEngine, task: _Task, request: ClipRequest, entry: Entry) -> Arrival:
         job, config = self._job, self._job.config
         with job.telemetry.span("index"):
-            index = indices.load(job.file_of(entry))
+            index = indices.load(job.file_of(entry), partial(scan, stop=self._asked_to_stop))
         if index.info.damage is not None:
             job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
         pick = pick_frames(config.clip, index, clip_generator(request, FRAMES), start_frame(entry))
         plan = make_plan(index, pick.indices)
-        planes, decoder = engine.decode(index, plan, lambda: self._stopping)
+        planes, decoder = engine.decode(index, plan, self._asked_to_stop)
         params = job.transform.draw(index.info, clip_generator(request, AUGMENT))
         with stage("transform", entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
             out = task.assembly.slot(task.slot, engine.stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,25 +11,16 @@ from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.scan.demux import open_video
+from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import DecodeError
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
-Stop = Callable[[], bool]
-
 _SOFTWARE = {"av1": "libdav1d"}
 """Decoders by FFmpeg's name where the one called after the codec is a shell for hardware."""
 _SUBSAMPLING = {"420": (2, 2), "422": (2, 1), "444": (1, 1)}
-
-
-class Stopped(Exception):
-    """The pipeline is ending: the work at hand is given up."""
-
-
-def never() -> bool:
-    return False
 
 
 def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal
 
 from gpupipe.data.decode import cpu
 from gpupipe.data.decode.choice import Choice, choose
-from gpupipe.data.decode.cpu import Stop, never
 from gpupipe.data.decode.nvdec import NvdecDecoder, Unsupported
 from gpupipe.data.decode.surface import FrameStore
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
+from gpupipe.data.stop import Stop, never
 from gpupipe.device.stream import stage
 from gpupipe.errors import DecodeError
 from gpupipe.telemetry import Telemetry

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gpupipe.data.decode.cpu import Stop, Stopped, never
 from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.decode.surface import FrameStore
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Pass, Plan
 from gpupipe.data.scan.bitstream.nal import parameter_sets, to_annexb
+from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.device.driver import drop_contexts
 from gpupipe.device.inventory import load, nvdec_codec
 from gpupipe.errors import DeviceMemoryError, SyncError

@@ -14,6 +14,7 @@ from gpupipe.data.scan.bitstream.reference import unreferenced_layer
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
 from gpupipe.data.scan.bitstream.start import is_start_point
 from gpupipe.data.scan.demux import decoded, open_video, whole_packets
+from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import OpenError
 from gpupipe.types import Rotation
 
@@ -91,11 +92,12 @@ class Scan:
     faults: list[str]
 
 
-def scan(identity: Identity) -> Scan:
+def scan(identity: Identity, stop: Stop = never) -> Scan:
     """Reads all packets of the best video stream, and decodes its first frame.
 
     Raises:
         OpenError: when the file cannot be opened, has no video, or its first frame cannot be decoded.
+        Stopped: when ``stop()`` turned true.
     """
     import av
 
@@ -104,13 +106,13 @@ def scan(identity: Identity) -> Scan:
         container, stream = open_video(path)
         with container:
             try:
-                return _scan(identity, container, stream)
+                return _scan(identity, container, stream, stop)
             except av.error.FFmpegError as error:
                 message = f"{path} cannot be indexed: {error.strerror}"
                 raise OpenError(message, fix="is the file whole?", path=path) from error
 
 
-def _scan(identity: Identity, container: InputContainer, stream: VideoStream) -> Scan:
+def _scan(identity: Identity, container: InputContainer, stream: VideoStream, stop: Stop) -> Scan:
     context: Any = stream.codec_context
     context.thread_count = 1  # one frame is decoded here: starting a thread a core costs more
     codec = context.codec.canonical_name
@@ -123,6 +125,8 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream) ->
     with LocalFile(identity.path) as file:
         window = _Window(file)
         for packet in whole_packets(container, stream, faults):
+            if stop():
+                raise Stopped
             data = bytes(packet)
             at = -1 if packet.pos is None or packet.pos < 0 else packet.pos + offset
             rows.position.append(at if at >= 0 and window.holds(at, data) else -1)
@@ -156,7 +160,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream) ->
         extradata,
         length_size,
         rows,
-        None if told else _display_by_decoding(path),
+        None if told else _display_by_decoding(path, stop),
         container=container.format.name,
         codec=codec,
         pix_fmt=source.format.name,
@@ -202,7 +206,7 @@ class _Window:
         return self._bytes[at : at + len(data)] == data
 
 
-def _display_by_decoding(path: str) -> list[int]:
+def _display_by_decoding(path: str, stop: Stop) -> list[int]:
     """The packets that yield frames, in the order in which a sequential software decode puts them out."""
     container, stream = open_video(path)
     with container:
@@ -210,6 +214,8 @@ def _display_by_decoding(path: str) -> list[int]:
         context.thread_count = 1
         found: list[int] = []
         for number, packet in enumerate(whole_packets(container, stream)):
+            if stop():
+                raise Stopped
             packet.pts = packet.dts = number
             found += [frame.pts for frame in decoded(context, packet) if frame.pts is not None]
         found += [frame.pts for frame in decoded(context, None) if frame.pts is not None]
