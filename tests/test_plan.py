@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from test_sample import made_index
 
 from gpupipe.data import index as indices
-from gpupipe.data.index import VideoIndex
+from gpupipe.data.bytes import Identity
+from gpupipe.data.index import VideoIndex, build
 from gpupipe.data.plan import Pass, make_plan
+from gpupipe.data.scan.scan import scan
 
 
 def shuffled(index: VideoIndex, seed: int) -> VideoIndex:
@@ -90,3 +92,12 @@ def test_a_leading_picture_is_reached_from_the_start_point_before(name: str, tri
     second = int(index.keyframes[1])
     assert make_plan(index, [second]).passes[0].first == index.display[second]
     assert make_plan(index, [second - 1]).passes[0].first == 0
+
+
+def test_a_lower_layer_is_kept_when_a_higher_one_may_refer_to_it(clips: dict[str, Path]) -> None:
+    """HEVC: unreferenced within its own temporal layer is not enough below the highest layer of the stream."""
+    found = scan(Identity.of(str(clips["hevc"])))
+    assert build.build(found.identity, lambda _: found).droppable.sum() > 10
+    found.packets.layer[1] = 1
+    assert not found.packets.unreferenced[1]
+    assert not build.build(found.identity, lambda _: found).droppable.any()

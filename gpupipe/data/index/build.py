@@ -33,7 +33,7 @@ def build(identity: Identity, scanner: Callable[[Identity], Scan] = scan) -> Vid
     starts = np.array(packets.start, np.bool_)
     if not starts.any():
         starts[0] = True
-    highest = max((layer for layer in packets.layer if layer is not None), default=0)
+    layer = np.array(packets.layer, np.int64)
     return VideoIndex(
         identity,
         _info(found, pts[display].astype(np.float64) * float(found.time_base)),
@@ -43,7 +43,7 @@ def build(identity: Identity, scanner: Callable[[Identity], Scan] = scan) -> Vid
         pts=pts,
         key=np.array(packets.key, np.bool_),
         start=starts,
-        droppable=np.array([layer == highest and not found.interlaced for layer in packets.layer], np.bool_),
+        droppable=np.array(packets.unreferenced, np.bool_) & (layer == layer.max()) & (not found.interlaced),
         display=display,
         extradata=found.extradata,
         length_size=found.length_size,

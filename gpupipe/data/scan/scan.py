@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.scan.bitstream.nal import nal_length_size
-from gpupipe.data.scan.bitstream.reference import unreferenced_layer
+from gpupipe.data.scan.bitstream.reference import picture_layer
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
 from gpupipe.data.scan.bitstream.start import is_start_point
 from gpupipe.data.scan.demux import decoded, open_video, whole_packets
@@ -57,8 +57,10 @@ class PacketRows:
     start: list[bool] = field(default_factory=list)
     shown: list[bool] = field(default_factory=list)
     """False for what an edit list cuts away."""
-    layer: list[int | None] = field(default_factory=list)
-    """Temporal layer of pictures to which no other of their layer refers; None for the rest."""
+    layer: list[int] = field(default_factory=list)
+    """Temporal layer of the picture; 0 in codecs without layers."""
+    unreferenced: list[bool] = field(default_factory=list)
+    """No picture of the same layer refers to it."""
 
 
 @dataclass
@@ -136,7 +138,9 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.key.append(packet.is_keyframe)
             rows.start.append(packet.is_keyframe and is_start_point(codec, data, length_size))
             rows.shown.append(not packet.is_discard)
-            rows.layer.append(unreferenced_layer(codec, data, length_size))
+            layer, unreferenced = picture_layer(codec, data, length_size)
+            rows.layer.append(layer)
+            rows.unreferenced.append(unreferenced)
             if packet.is_keyframe:
                 kinds |= sequences(codec, data, length_size)
                 uniform = uniform and not packet.has_sidedata("new_extradata")
