@@ -64,7 +64,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     report = _load(config) if config.videos else _train(config)
     file = config.out / "report.json"
     report["files"]["report"] = str(file)
-    file.write_text(to_json(report), encoding="utf-8")
+    file.write_text(to_json(report) + "\n", encoding="utf-8")
     return report
 
 
@@ -116,6 +116,7 @@ def _train(config: DemoConfig) -> dict[str, Any]:
             bar.update(len(log.losses), f"{text} {log.clips_per_s:.0f} clips/s wait {1000 * wait:.0f} ms/step")
 
         log = train(model, loader, held_out, epochs=config.epochs, stop_at=config.stop_at, on_step=show)
+        bar.update(len(log.losses), "good enough" if len(log.accuracies) < config.epochs else "done", total=len(log.losses))
         bad_files = {**loader.bad_files, **held_out.bad_files}
         transform_config = loader.config.transform
     trained = time.perf_counter()
@@ -126,7 +127,7 @@ def _train(config: DemoConfig) -> dict[str, Any]:
                                        title="one training batch: the class is the motion", labels=clips.classes),
         "training_curve": training_curve(config.out / "training_curve.png", losses=log.losses, waits=log.waits,
                                          accuracies=log.accuracies, steps_per_epoch=log.steps_per_epoch,
-                                         target=config.target, title=title),
+                                         target=config.target or None, title=title),
     }  # fmt: skip
     return {
         "command": "demo",
@@ -226,8 +227,9 @@ def _say_report(report: dict[str, Any]) -> None:
     waits = f"p50 {1000 * report['wait_p50_seconds']:.1f} ms, p99 {1000 * report['wait_p99_seconds']:.1f} ms"
     facts: list[tuple[str, object]] = [("device", report["device"]), ("decoders", decoders)]
     if "accuracy" in report:
+        target = f" (target {100 * report['target']:.0f} %)" if report["target"] else ""
         facts += [
-            ("accuracy", f"{100 * report['accuracy']:.1f} % on clips not trained on (target {100 * report['target']:.0f} %)"),
+            ("accuracy", f"{100 * report['accuracy']:.1f} % on clips not trained on{target}"),
             ("time", f"{report['seconds']:.1f} s: clips {report['clip_making_seconds']:.1f} s, "
                      f"training {report['training_seconds']:.1f} s ({report['epochs']} epochs)"),
         ]  # fmt: skip

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 TRICKY = [
     "t01_opengop_h264.mp4", "t02_opengop_hevc.mp4", "t05_vfr.mp4", "t06_start8s.ts", "t07_rot.mp4", "t08_bt709_tv.mp4",
     "t08_smpte170m_pc.mp4", "t08_untagged.mp4", "t09_hevc10_pq.mp4", "t13_truncated.mp4", "t15_1frame.mp4",
-    "t15_two_streams.mp4", "t18_intra.mp4",
+    "t15_two_streams.mp4", "t18_intra.mp4", "t18_longgop.mp4",
 ]  # fmt: skip
 SOFTWARE = [
     "t09_h264_hi10.mp4", "t10_odd_vp9.mp4", "t10_odd_h264_444.mp4", "t16_interlaced_h264.mp4", "t17_av1.mp4", "t18_tiny32.mp4",
