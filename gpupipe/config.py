@@ -222,10 +222,12 @@ class LoaderConfig(StageConfig):
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
     """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
     smaller. ``raise``: the loop gets the error. Always counted and named."""
-    rank: Annotated[int, Field(ge=0)] = 0
-    """Data-parallel rank of this loader."""
-    world_size: Annotated[int, Field(ge=1)] = 1
-    """Number of data-parallel ranks. All ranks get equally many samples: the last few of an epoch are left out."""
+    rank: Annotated[int, Field(ge=0)] | None = None
+    """Data-parallel rank of this loader; None: torch.distributed's where it is set up, else the environment's ``RANK``, else 0.
+    Ranks that share a model (tensor or context parallel) must get the same samples: give both numbers there."""
+    world_size: Annotated[int, Field(ge=1)] | None = None
+    """Number of data-parallel ranks; None: found like ``rank``, from ``WORLD_SIZE``. All ranks get equally many samples: the
+    last few of an epoch are left out."""
 
     @field_validator("batch", mode="before")
     @classmethod
@@ -235,7 +237,7 @@ class LoaderConfig(StageConfig):
 
     @model_validator(mode="after")
     def _rank_exists(self) -> Self:
-        if self.rank >= self.world_size:
+        if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
             raise ValueError(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}")
         return self
 

@@ -210,6 +210,21 @@ def test_epochs_differ_and_can_be_asked_for(folder: Path) -> None:
         assert not equal(list(other), first)
 
 
+def test_ranks_are_found_in_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank, world_size, given, expected in (
+        ("1", "2", {}, (1, 2)),
+        ("1", "2", {"rank": 0, "world_size": 4}, (0, 4)),
+        ("1", "2", {"world_size": 1}, (0, 1)),
+    ):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", world_size)
+        with VideoLoader(folder, **{**SMALL, "batch": 1}, **given) as loader:
+            assert (loader.config.rank, loader.config.world_size) == expected
+    monkeypatch.setenv("RANK", "2")
+    with pytest.raises(ConfigError, match="RANK=2 and WORLD_SIZE=2"):
+        VideoLoader(folder, **SMALL)
+
+
 def test_ranks_split_the_batches_of_one(folder: Path) -> None:
     with VideoLoader(folder, **{**SMALL, "batch": 1}, seed=5) as alone:
         whole = [batch.clips[0] for batch in alone]

@@ -46,7 +46,7 @@ class VideoLoader:
         seed: fixes the order and every random choice.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them; the other arguments override it.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``source``, ``shuffle``, ``columns``,
-            ``on_bad_file``, ``rank``, ``world_size``.
+            ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the environment).
 
     Raises:
         ConfigError: for an unknown or bad setting, or when the videos make not one batch.
@@ -70,25 +70,23 @@ class VideoLoader:
         named["device"] = None if device is None else str(device)
         base = LoaderConfig.parse(config)
         overrides = {name: value for name, value in named.items() if value is not None} | fields
-        self.config = LoaderConfig(**{name: getattr(base, name) for name in LoaderConfig.model_fields} | overrides)
+        settings = LoaderConfig(**{name: getattr(base, name) for name in LoaderConfig.model_fields} | overrides)
+        rank, world_size = _place(settings)
+        self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
         entries = collect(videos, self.config.source)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
-        order = Order(len(entries), self.config.seed, self.config.shuffle, self.config.rank, self.config.world_size)
+        order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
         self._batches = batch_count(len(order), self.config.batch)
         if self._batches == 0:
             raise ConfigError(
-                f"{len(entries)} videos over {self.config.world_size} rank(s) make no full batch of {self.config.batch.size}",
+                f"{len(entries)} videos over {world_size} rank(s) make no full batch of {self.config.batch.size}",
                 fix="use a smaller batch, more videos, or batch={'size': …, 'drop_last': False}"
                 if len(order)
                 else "give at least one video for each rank",
             )
         self._telemetry = Telemetry()
-        ranks = torch.distributed.get_world_size() if _distributed() else 1
-        if ranks > 1 and self.config.world_size == 1:
-            message = f"torch.distributed has {ranks} ranks, but this loader has world_size=1: every rank gets the same samples"
-            self._telemetry.warn_once("ranks", f"{message}; give rank= and world_size=")
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
         self._job = Job(
             entries=entries,
@@ -259,8 +257,27 @@ def _forked() -> ClosedError:
     )
 
 
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+def _place(config: LoaderConfig) -> tuple[int, int]:
+    """(rank, number of ranks): as configured, else torch.distributed's, else the environment's, else one alone.
+
+    Raises:
+        ConfigError: when the environment's are no such numbers.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        given = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        if not all(number.isdecimal() for number in given) or int(given[0]) >= int(given[1]):
+            raise ConfigError(f"RANK={given[0]} and WORLD_SIZE={given[1]} do not fit", fix="give rank= and world_size=")
+        rank, ranks = int(given[0]), int(given[1])
+    world_size = config.world_size or ranks
+    if config.rank is not None:
+        rank = config.rank
+    elif world_size != ranks:  # a part of the ranks, or none, counts here: only the user knows which this one is
+        rank = 0
+    if rank >= world_size:
+        raise ConfigError(f"rank={rank} needs world_size > {rank}, got {world_size}", fix="give both")
+    return rank, world_size
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:

@@ -32,7 +32,7 @@ room would be shared by more streams, but slows the decoding of small frames."""
 
 _BYTE_STREAMS = ("h264", "hevc")
 """Codecs whose parser finds the pictures in any run of bytes by itself; the others want one picture a call."""
-_PACKETS_A_CALL = 64
+_PACKETS_A_CALL = 32
 _WANTED_A_CALL = 8
 """Packets a call where wanted frames come out."""
 _NEVER = 1 << 62
