@@ -22,13 +22,16 @@ import pytest
 import torch
 
 from gpupipe import Batch, VideoLoader, VideoReader
-from gpupipe.config import TransformConfig
+from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.data import index as indices
+from gpupipe.data import loader as loader_room
 from gpupipe.data import pipeline
 from gpupipe.data.decode import cpu
 from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipTransform
+from gpupipe.device.inventory import DecoderCaps
 from gpupipe.errors import ClosedError, ConfigError, DecodeError, DeviceError, GpupipeError, OpenError, SampleError, SourceError
+from gpupipe.telemetry import Telemetry
 from gpupipe.types import ClipRecord
 
 SMALL: dict[str, Any] = {
@@ -676,3 +679,20 @@ def test_stats_add_up(folder: Path) -> None:
     assert stats["wait_seconds"] >= stats["wait_p99_seconds"] >= stats["wait_p50_seconds"] > 0
     assert stats["decode_seconds"] > 0
     assert stats["occupancy"] == 0
+
+
+@pytest.mark.parametrize(("engines", "threads"), [(7, 10), (2, 3), (1, 2), (0, 5)])
+def test_threads_follow_the_decode_engines(engines: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    caps = DecoderCaps(engines > 0, engines, 0, 0, 0, 0, None if engines else "there is none")
+    for name, stand_in in {
+        "nvdec_caps": lambda *_: caps,
+        "cpu_quota": lambda: 5,
+        "load": lambda _: None,
+        "_cuda_stream": lambda _: None,
+        "DecodeEngine": lambda *_, **settings: settings["mode"],
+    }.items():
+        monkeypatch.setattr(loader_room, name, stand_in)
+    device = torch.device("cuda", 0)
+    assert len(loader_room._engines(LoaderConfig(), device, Telemetry())) == threads
+    assert len(loader_room._engines(LoaderConfig(decode={"decoder": "cpu"}), device, Telemetry())) == 5
+    assert len(loader_room._engines(LoaderConfig(decode={"threads": 3}), device, Telemetry())) == 3

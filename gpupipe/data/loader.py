@@ -302,7 +302,8 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     if device.type == "cuda":
         load("cupy")
         caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
-        hardware = caps.engines + caps.engines // 2 if config.decode.decoder != "cpu" else 0
+        if caps.supported and config.decode.decoder != "cpu":
+            hardware = caps.engines + max(1, caps.engines // 2)
         if not caps.supported:
             if config.decode.decoder == "nvdec":
                 raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
