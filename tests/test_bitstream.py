@@ -222,3 +222,21 @@ def test_vp9_keyframes_state_their_size(name: str, width: int, height: int, clip
 def test_headers_of_rubbish_are_no_error(data: bytes, codec: str, size: int) -> None:
     sequences(codec, data, size)
     picture_layer(codec, data, size)
+
+
+def bits(*fields: tuple[int, int]) -> bytes:
+    """Fields of (value, width), most significant bit first, padded to 16 bytes."""
+    text = "".join(f"{value:0{width}b}" for value, width in fields)
+    return int(text.ljust(128, "0"), 2).to_bytes(16, "big")
+
+
+def test_vp9_frames_that_state_a_size_of_their_own() -> None:
+    size = ((319, 16), (239, 16))
+    stated = {(319).to_bytes(2, "big") + (239).to_bytes(2, "big")}
+    head = ((2, 2), (0, 1), (0, 1), (0, 1))  # marker, profile 0, not one that is there already
+    inter = (*head, (1, 1), (1, 1), (0, 1), (0, 2), (1, 8), *(((k, 3), (0, 1))[j] for k in range(3) for j in range(2)))
+    assert sequences("vp9", bits(*inter, (0, 3), *size), 0) == stated, "no reference has its size"
+    assert sequences("vp9", bits(*inter, (0, 1), (1, 1), *size), 0) == set(), "the size of its second reference"
+    intra = (*head, (1, 1), (0, 1), (0, 1), (1, 1), (0, 2), (0x498342, 24), (255, 8))
+    assert sequences("vp9", bits(*intra, *size), 0) == stated
+    assert sequences("vp9", bits((2, 2), (0, 2), (1, 1), (3, 3)), 0) == set(), "a frame shown again"

@@ -141,7 +141,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             layer, unreferenced = picture_layer(codec, data, length_size)
             rows.layer.append(layer)
             rows.unreferenced.append(unreferenced)
-            if packet.is_keyframe:
+            if packet.is_keyframe or codec == "vp9":  # VP9 may change its size at any frame
                 kinds |= sequences(codec, data, length_size)
                 uniform = uniform and not packet.has_sidedata("new_extradata")
             if first is None:

@@ -1,4 +1,4 @@
-"""What has to stay the same for a decoder to keep its configuration: a change in mid-stream shows in the keyframes' headers."""
+"""What has to stay the same for a decoder to keep its configuration: a change in mid-stream shows in the headers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SRGB = 7
 
 
 def sequences(codec: str, packet: bytes, length_size: int) -> set[bytes]:
-    """The sequence parameter sets in a packet of H.264 or HEVC, or the size in a keyframe of VP8 or VP9; empty without any.
+    """The sequence parameter sets in a packet of H.264 or HEVC, or the size that a frame of VP8 or VP9 states; empty without.
 
     Sources: RFC 6386 section 9.1 for VP8; VP9 Bitstream Specification 0.6 section 6.2 for VP9.
     """
@@ -43,16 +43,36 @@ def _sets(codec: str, packet: bytes, length_size: int) -> set[bytes]:
 
 
 def _vp9_size(header: BitReader) -> set[bytes]:
+    """The size that a frame states; none for one that takes over the size of a frame that it refers to."""
     header.bits(2)
     profile = header.bits(1) | header.bits(1) << 1
     if profile == 3:
         header.bits(1)
-    shown_again, inter = header.bits(1), header.bits(1)
-    if shown_again or inter:
+    if header.bits(1):  # a frame that is there already is shown
         return set()
-    header.bits(2)
-    if header.bits(24) != _VP9_SYNC:
+    inter, shown, resilient = header.bits(1), header.bits(1), header.bits(1)
+    if not inter:
+        if header.bits(24) != _VP9_SYNC:
+            return set()
+        _skip_vp9_colour(header, profile)
+        return {header.bits(32).to_bytes(4, "big")}
+    intra_only = not shown and header.bits(1)
+    if not resilient:
+        header.bits(2)
+    if intra_only:
+        if header.bits(24) != _VP9_SYNC:
+            return set()
+        if profile > 0:
+            _skip_vp9_colour(header, profile)
+        header.bits(8)
+        return {header.bits(32).to_bytes(4, "big")}
+    header.bits(8 + 3 * 4)
+    if any(header.bits(1) for _ in range(3)):
         return set()
+    return {header.bits(32).to_bytes(4, "big")}
+
+
+def _skip_vp9_colour(header: BitReader, profile: int) -> None:
     if profile >= 2:
         header.bits(1)
     own_subsampling = profile in (1, 3)
@@ -60,4 +80,3 @@ def _vp9_size(header: BitReader) -> set[bytes]:
         header.bits(4 if own_subsampling else 1)
     elif own_subsampling:
         header.bits(1)
-    return {header.bits(32).to_bytes(4, "big")}
