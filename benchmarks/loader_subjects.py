@@ -30,7 +30,7 @@ class Session(Protocol):
 class Gpupipe:
     """One VideoLoader over all visits."""
 
-    def __init__(self, case: Case, draws: Sequence[Draw], device: torch.device, threads: int | None = None) -> None:
+    def __init__(self, case: Case, draws: Sequence[Draw], device: torch.device) -> None:
         from gpupipe import VideoLoader
 
         self.loader = VideoLoader(
@@ -38,7 +38,6 @@ class Gpupipe:
             clip={"frames": case.frames, "stride": case.stride},
             transform={"size": case.size, "crop": "center", "hflip": 0.0, "dtype": "bfloat16"},
             batch=case.batch,
-            decode={"threads": threads},
             device=str(device),
             shuffle=False,
             on_bad_file="raise",
@@ -132,7 +131,6 @@ Maker = Callable[[Case, Sequence[Draw], torch.device], Session]
 
 SUBJECTS: dict[str, Maker] = {
     "gpupipe": Gpupipe,
-    "gpupipe-7t": lambda c, d, dev: Gpupipe(c, d, dev, 7),
     "torchcodec-cuda-7t": lambda c, d, dev: torchcodec(c, d, dev, 7, str(dev), "exact"),
     "torchcodec-cuda-14t": lambda c, d, dev: torchcodec(c, d, dev, 14, str(dev), "exact"),
     "torchcodec-cuda-14t-approximate": lambda c, d, dev: torchcodec(c, d, dev, 14, str(dev), "approximate"),

@@ -121,7 +121,7 @@ class Store:
         dtype = np.uint8 if layout.sample_bytes == 1 else np.uint16
         self._data = np.full((frames, layout.rows, layout.row_samples), 0xAB, dtype)
 
-    def copy_surface(self, slot: int, address: int, pitch_bytes: int, stream: Any) -> None:
+    def copy_surface(self, slot: int, address: int, pitch_bytes: int) -> None:
         rows = np.frombuffer(ctypes.string_at(address, pitch_bytes * self._layout.rows), self._data.dtype)
         self._data[slot] = rows.reshape(self._layout.rows, -1)[:, : self._layout.row_samples]
 

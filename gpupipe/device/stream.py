@@ -57,12 +57,14 @@ def stage(name: str, path: str | None = None) -> Iterator[None]:
                 path=path,
             ) from error
         if is_cuda_fault(error):
-            raise SyncError(
-                f"stage {name!r}: CUDA reported a fault: {error}",
-                fix="run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel; the process must be restarted",
-                path=path,
-            ) from error
+            raise fault(name, error, path) from error
         raise
+
+
+def fault(name: str, what: object, path: str | None) -> SyncError:
+    """The error for a fault of the CUDA context in a stage."""
+    fix = "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel; the process must be restarted"
+    return SyncError(f"stage {name!r}: CUDA reported a fault: {what}", fix=fix, path=path)
 
 
 def is_cuda_fault(error: BaseException) -> bool:

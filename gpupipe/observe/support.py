@@ -41,7 +41,9 @@ def software_decoder(codec: str) -> str | None:
     """The decoder of FFmpeg that serves a codec on the CPU path, None when this build has none."""
     import av
 
-    name = "libdav1d" if codec == "av1" else codec  # FFmpeg's own av1 only steers hardware
+    from gpupipe.data.scan.demux import software_name
+
+    name = software_name(codec)
     return name if name in av.codecs_available else None
 
 

@@ -10,7 +10,7 @@ import torch
 from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
-from gpupipe.data.scan.demux import open_video
+from gpupipe.data.scan.demux import decoded, open_video, software_name
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import DecodeError
 from gpupipe.types import PlaneFormat, Planes
@@ -18,8 +18,6 @@ from gpupipe.types import PlaneFormat, Planes
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
-_SOFTWARE = {"av1": "libdav1d"}
-"""Decoders by FFmpeg's name where the one called after the codec is a shell for hardware."""
 _SUBSAMPLING = {"420": (2, 2), "422": (2, 1), "444": (1, 1)}
 
 
@@ -47,20 +45,9 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
                 packet.update(data)
                 packet.pts = packet.dts = number
                 packet.is_keyframe = bool(index.key[number])  # PNG adds a frame without it to the one before
-                collected.take(_decode(context, packet))
-            collected.take(_decode(context, None))
+                collected.take(decoded(context, packet))
+            collected.take(decoded(context, None))
     return collected.planes()
-
-
-def _decode(context: Any, packet: Any) -> list[VideoFrame]:
-    import av
-
-    try:
-        return list(context.decode(packet))
-    except av.error.EOFError:
-        return []
-    except av.error.FFmpegError:  # a damaged packet: what it spoils shows as a missing frame
-        return []
 
 
 def _context(index: VideoIndex) -> Any:
@@ -72,7 +59,7 @@ def _context(index: VideoIndex) -> Any:
             extradata, tag = stream.codec_context.extradata, stream.codec_context.codec_tag
     else:
         extradata, tag = index.extradata, None
-    context: Any = av.CodecContext.create(_SOFTWARE.get(index.info.codec, index.info.codec), "r")
+    context: Any = av.CodecContext.create(software_name(index.info.codec), "r")
     if extradata:
         context.extradata = bytes(extradata)
     if tag is not None:

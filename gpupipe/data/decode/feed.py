@@ -88,9 +88,8 @@ class PacketFeed:
     def _number_of(self, packet: Any) -> int | None:
         """The number of the first packet after a seek, known by its time and size; None when that is not unique."""
         index = self._index
-        found = ((index.pts == (packet.pts if packet.pts is not None else packet.dts)) & (index.size == packet.size)).nonzero()[
-            0
-        ]
+        time = packet.pts if packet.pts is not None else packet.dts
+        (found,) = ((index.pts == time) & (index.size == packet.size)).nonzero()
         return int(found[0]) if len(found) == 1 else None
 
     def close(self) -> None:

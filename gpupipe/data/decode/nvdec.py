@@ -19,7 +19,8 @@ from gpupipe.data.scan.bitstream.nal import parameter_sets, to_annexb
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.device.driver import drop_contexts
 from gpupipe.device.inventory import load, nvdec_codec
-from gpupipe.errors import DeviceMemoryError, SyncError
+from gpupipe.device.stream import fault
+from gpupipe.errors import DeviceMemoryError
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
@@ -28,18 +29,15 @@ if TYPE_CHECKING:
 _CLASS = 64
 """Decoders are made for sizes rounded up to this many pixels, so that streams of like size share one by reconfiguration. More
 room would be shared by more streams, but slows the decoding of small frames."""
-
-
 _BYTE_STREAMS = ("h264", "hevc")
 """Codecs whose parser finds the pictures in any run of bytes by itself; the others want one picture a call."""
 _PACKETS_A_CALL = 32
 _WANTED_A_CALL = 8
 """Packets a call where wanted frames come out."""
-_NEVER = 1 << 62
-"""A time that no packet has: the decoder leaves frames before it unmapped, but counts them."""
 _BYTES_A_CALL = 64 << 20
 """Bound on the decoded frames of one call, which the decoder holds all at once."""
-
+_NEVER = 1 << 62
+"""A time that no packet has: the decoder leaves frames before it unmapped, but counts them."""
 
 _ERROR_CODE = re.compile(r"Error code\s*:\s*(\d+)")
 _ERROR_TYPE = re.compile(r"Error Type\s*:\s*(.+)")
@@ -102,7 +100,7 @@ class NvdecDecoder:
         key = self._key(index)
         try:
             session = self._session(key, index)
-            target = _Target(index, plan, self._store, self._stream)
+            target = _Target(index, plan, self._store)
             with PacketFeed(index) as feed:
                 for run in plan.passes:
                     if by_count and index.show_order[run.first] == index.show_order[list(run.packets)].min():
@@ -228,12 +226,11 @@ class NvdecDecoder:
 class _Target:
     """Where a plan's frames go: copied out of the decoder's surfaces, which its next call overwrites."""
 
-    def __init__(self, index: VideoIndex, plan: Plan, store: FrameStore, stream: torch.cuda.Stream) -> None:
+    def __init__(self, index: VideoIndex, plan: Plan, store: FrameStore) -> None:
         self.slots = plan.slots
         self._index = index
         self._plan = plan
         self._store = store
-        self._stream = stream
         self._format: PlaneFormat | None = None
         self._found = [False] * len(plan.frames)
         self.unmapped = 0
@@ -266,7 +263,7 @@ class _Target:
         if self._format is None:
             self._format = self._layout(frame)
             self._store.reserve(len(self._found), self._format)
-        self._store.copy_surface(slot, frame.GetPtrToPlane(0), self._surface_pitch, self._stream)
+        self._store.copy_surface(slot, frame.GetPtrToPlane(0), self._surface_pitch)
         self._found[slot] = True
 
     def _layout(self, frame: Any) -> PlaneFormat:
@@ -274,11 +271,10 @@ class _Target:
         kind = str(frame.format).rsplit(".", 1)[-1]
         width, height = info.width, info.height
         even = width + width % 2
+        bits = info.bit_depth
         if kind in ("NV12", "P016"):
-            bits = info.bit_depth
             layout = PlaneFormat(width, height, even // 2, -(-height // 2), bits, 16 - bits if bits > 8 else 0, True)
         elif kind in ("YUV444", "YUV444_16Bit"):
-            bits = info.bit_depth
             layout = PlaneFormat(width, height, width, height, bits, 16 - bits if bits > 8 else 0)
         else:
             raise Unsupported(f"NVDEC's output format {kind} is not one that gpupipe reads")
@@ -307,6 +303,5 @@ def _explained(error: BaseException, path: str) -> Exception:
             path=path,
         )
     if number in _FAULTS:
-        fix = "run again with CUDA_LAUNCH_BLOCKING=1 to find the kernel; the process must be restarted"
-        return SyncError(f"stage 'decode': CUDA reported a fault: {what}", fix=fix, path=path)
+        return fault("decode", what, path)
     return Unsupported(what)

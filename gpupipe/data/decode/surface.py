@@ -37,7 +37,7 @@ class FrameStore:
             with torch.cuda.stream(self._stream):
                 self._memory = torch.empty(needed, dtype=torch.uint8, device=self._stream.device)
 
-    def copy_surface(self, slot: int, address: int, pitch_bytes: int, stream: torch.cuda.Stream) -> None:
+    def copy_surface(self, slot: int, address: int, pitch_bytes: int) -> None:
         """Copies one frame, luma and chroma rows together, from device memory of another pitch."""
         assert self._memory is not None
         runtime = load("cupy").cuda.runtime
@@ -49,7 +49,7 @@ class FrameStore:
             min(self._row_bytes, pitch_bytes),
             self._rows,
             runtime.memcpyDeviceToDevice,
-            stream.cuda_stream,
+            self._stream.cuda_stream,
         )
 
     def upload(self, planes: Planes) -> Planes:

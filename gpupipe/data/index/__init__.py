@@ -35,11 +35,11 @@ if hasattr(os, "register_at_fork"):
 def load(path: str, scanner: Callable[[Identity], Scan] = scan) -> VideoIndex:
     """The index of a video: from memory, from the cache folder, or made now (and kept in both).
 
+    Threads that ask for the same video at once wait for one of them to make it.
+
     Args:
         path: the video.
         scanner: reads a file whose index is in neither.
-
-    Threads that ask for the same video at once wait for one of them to make it.
 
     Raises:
         OpenError: when the file cannot be opened as a video.

@@ -1,4 +1,4 @@
-"""Opening containers and reading their packets through PyAV."""
+"""Opening containers, reading their packets and calling FFmpeg's decoders, through PyAV."""
 
 from __future__ import annotations
 
@@ -61,6 +61,11 @@ def whole_packets(container: InputContainer, stream: VideoStream, faults: list[s
                 raise
             faults.append(str(error.strerror))
             return
+
+
+def software_name(codec: str) -> str:
+    """FFmpeg's name of the decoder that serves a codec on the CPU: its own ``av1`` only steers hardware."""
+    return "libdav1d" if codec == "av1" else codec
 
 
 def decoded(context: Any, packet: Packet[Any] | None) -> list[Any]:

@@ -61,8 +61,7 @@ def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Seque
         frame_map: T positions into ``planes``.
         out: (T, 3, H, W) of any strides on the same device; float32, float16, bfloat16 or uint8.
     """
-    name, options = _entry(planes.format.sample_bytes, out.dtype)
-    function = kernel("clip_transform.cu", name, options)
+    function = compile_for(planes.format.sample_bytes, out.dtype)
     buffer = PitchedBuffer.of(planes.data)
     params, shared_bytes = _pack(planes, geometry, color, out)
     tiles = -(-out.shape[3] // TILE[0]), -(-out.shape[2] // TILE[1])
@@ -84,14 +83,14 @@ def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Seque
             launch(function, (*tiles, -(-frames // a_block)), (*TILE, 1), [params[()]], shared_bytes=shared_bytes)
 
 
-def compile_for(sample_bytes: int, dtype: torch.dtype) -> None:
-    """Compiles the kernel that turns samples of this size into this dtype, or takes it from the disk cache.
+def compile_for(sample_bytes: int, dtype: torch.dtype) -> Any:
+    """The kernel that turns samples of this size into this dtype: compiled now, unless it is in memory or in the disk cache.
 
     Raises:
         DeviceError: when it cannot be compiled here.
     """
     name, options = _entry(sample_bytes, dtype)
-    kernel("clip_transform.cu", name, options)
+    return kernel("clip_transform.cu", name, options)
 
 
 @functools.cache
