@@ -212,6 +212,22 @@ def test_interrupt_leaves_at_once_and_quietly(command: str, folder: Path, tmp_pa
     assert "Traceback" not in err
 
 
+def test_interrupt_of_an_evaluated_string_leaves_with_the_same_status(tmp_path: Path) -> None:
+    program = """
+from gpupipe import cli
+
+def interrupted():
+    raise KeyboardInterrupt
+
+cli.app = lambda **_: eval("interrupted()")
+cli.main([])
+"""
+    (tmp_path / "interrupted.py").write_text(program)
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, env=environment(), cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 def test_index_makes_what_is_missing_and_names_what_is_bad(clips: dict[str, Path], tmp_path: Path, fresh_cache: Path) -> None:
     (tmp_path / "bad.mp4").write_bytes(b"no video")
     for name in ("h264", "hevc", "vp9"):

@@ -69,3 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:  # one that falls outside of what typer guards
         sys.exit(130)
+    finally:
+        # An interrupt that hits code evaluated from a string (a namedtuple, while a module loads) makes ``python -m`` end by
+        # the signal, whatever the exit status, unless another string is evaluated after it.
+        eval("None")
