@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpupipe.config import BatchConfig, ClipConfig, DecodeConfig, LoaderConfig, TransformConfig
+    from gpupipe.data.decode.lanes import free_decoders
     from gpupipe.data.loader import VideoLoader
     from gpupipe.data.reader import VideoReader
     from gpupipe.errors import ConfigError, DecodeError, GpupipeError
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "VideoLoader": "gpupipe.data.loader",
     "VideoReader": "gpupipe.data.reader",
+    "free_decoders": "gpupipe.data.decode.lanes",
     "Batch": "gpupipe.types",
     "VideoInfo": "gpupipe.types",
     "LoaderConfig": "gpupipe.config",
@@ -45,6 +47,7 @@ __all__ = [
     "VideoInfo",
     "VideoLoader",
     "VideoReader",
+    "free_decoders",
 ]
 
 

@@ -152,13 +152,12 @@ def test_half_made_batches_are_waited_for_before_their_memory_is_used_again(
         next(running)
         made = loader._pipeline
         assert made is not None
-        job = made._job
+        job, own_streams = made._job, made._streams
         streams = [SimpleNamespace(record_event=lambda name=name: name) for name in ("one", "other")]
-        engines = [SimpleNamespace(stream=stream) for stream in streams]
-        made._job = SimpleNamespace(stream="own", engines=engines)  # type: ignore[assignment]
+        made._job, made._streams = SimpleNamespace(stream="own"), streams  # type: ignore[assignment]
         monkeypatch.setattr(pipeline, "hand_over", lambda tensors, events, to: waits.append((events, to, len(threads()))))
         made.stop()
-        made._job = job
+        made._job, made._streams = job, own_streams
     assert waits[0] == (["one", "other"], "own", 0), "and no worker runs any more"
 
 

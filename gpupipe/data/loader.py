@@ -162,7 +162,10 @@ class VideoLoader:
         return {**self._telemetry.snapshot(), "occupancy": occupancy}
 
     def close(self) -> None:
-        """Ends the iterator, the threads and the decoders; may be called again."""
+        """Ends the iterator and the threads, and leaves the decoders to the next loader (:func:`gpupipe.free_decoders`).
+
+        May be called again.
+        """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
         self._end_iterator("its VideoLoader was closed")
@@ -314,7 +317,6 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     return [
         DecodeEngine(
             device,
-            _cuda_stream(device) if device.type == "cuda" else None,
             mode=config.decode.decoder,
             keep=config.decode.decoders_per_thread,
             fallbacks=fallbacks,

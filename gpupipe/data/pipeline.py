@@ -92,6 +92,7 @@ class Pipeline:
         self._stopping = False
         self._pulling = threading.Lock()
         self._owner = os.getpid()
+        self._streams = [engine.stream for engine in job.engines if engine.stream is not None]
         paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, skip=len(job.engines))
         self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
@@ -149,8 +150,7 @@ class Pipeline:
         """
         if self._job.stream is not None:
             with suppress(RuntimeError):  # after a CUDA fault no memory is used again
-                events = [engine.stream.record_event() for engine in self._job.engines if engine.stream is not None]
-                hand_over([], events, self._job.stream)
+                hand_over([], [stream.record_event() for stream in self._streams], self._job.stream)
 
     def abandon(self) -> None:
         """Tells all threads to end, without waiting for them.

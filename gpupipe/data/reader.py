@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
@@ -13,13 +13,13 @@ import torch
 from gpupipe.config import PathLike
 from gpupipe.data import index as indices
 from gpupipe.data.decode import DecodeEngine, Fallbacks
-from gpupipe.data.plan import make_plan
+from gpupipe.data.plan import Plan, make_plan
 from gpupipe.data.transform import to_rgb
 from gpupipe.device.inventory import load, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ConfigError, SampleError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import PlaneFormat, VideoInfo
+from gpupipe.types import PlaneFormat, Planes, VideoInfo
 
 
 class FramePlanes(NamedTuple):
@@ -54,13 +54,11 @@ class VideoReader:
             raise ConfigError(f"decoder={decoder!r} is not a decoder", fix="use 'auto', 'nvdec' or 'cpu'")
         self.device = resolve_device(str(device))
         self._index = indices.load(str(path))
-        stream = None
         if self.device.type == "cuda":
             load("cupy")
-            stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._telemetry = Telemetry()
         self._reading = threading.Lock()
-        self._engine = DecodeEngine(self.device, stream, mode=decoder, keep=1, fallbacks=Fallbacks(), telemetry=self._telemetry)
+        self._engine = DecodeEngine(self.device, mode=decoder, keep=3, fallbacks=Fallbacks(), telemetry=self._telemetry)
 
     @property
     def info(self) -> VideoInfo:
@@ -91,15 +89,14 @@ class VideoReader:
         if not wanted:
             return torch.empty((0, 3, *self.info.display_size), dtype=torch.uint8, device=self.device)
         plan = make_plan(self._index, wanted)
-        with self._reading, torch.cuda.stream(self._engine.stream):
-            planes, _ = self._engine.decode(self._index, plan)
-            with stage("transform", self.info.path):
-                rgb = to_rgb(planes, self.info)
-                if plan.frame_map != tuple(range(len(rgb))):
-                    rgb = rgb[torch.tensor(plan.frame_map, device=self.device)]
-            done = self._engine.stream.record_event() if self._engine.stream is not None else None
-        self._hand_over([rgb], done)
-        return rgb
+
+        def rgb(planes: Planes) -> list[torch.Tensor]:
+            frames = to_rgb(planes, self.info)
+            if plan.frame_map == tuple(range(len(frames))):
+                return [frames]
+            return [frames[torch.tensor(plan.frame_map, device=self.device)]]
+
+        return self._read(plan, rgb)[0]
 
     def frames_at(self, seconds: Iterable[float]) -> torch.Tensor:
         """The frames on show at given times of the video's own clock: of each, the last one with a time at or before it.
@@ -134,13 +131,26 @@ class VideoReader:
         if not wanted:
             return []
         plan = make_plan(self._index, wanted)
-        with self._reading, torch.cuda.stream(self._engine.stream):
-            planes, _ = self._engine.decode(self._index, plan)
-            with stage("copy planes", self.info.path):
-                parts = [_right_aligned(plane, planes.format) for plane in (planes.y, planes.u, planes.v)]
-            done = self._engine.stream.record_event() if self._engine.stream is not None else None
-        self._hand_over(parts, done)
+
+        def copies(planes: Planes) -> list[torch.Tensor]:
+            return [_right_aligned(plane, planes.format) for plane in (planes.y, planes.u, planes.v)]
+
+        parts = self._read(plan, copies)
         return [FramePlanes(*(part[slot] for part in parts)) for slot in plan.frame_map]
+
+    def _read(self, plan: Plan, convert: Callable[[Planes], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """What ``convert`` makes of a plan's planes, usable on the caller's stream."""
+        with self._reading:
+            stream = self._engine.stream
+            with torch.cuda.stream(stream):
+                planes, _ = self._engine.decode(self._index, plan)
+                with stage("convert", self.info.path):
+                    made = convert(planes)
+                done = stream.record_event() if stream is not None else None
+        if done is not None:
+            with stage("hand-over", self.info.path):
+                hand_over(made, [done], torch.cuda.current_stream(self.device))
+        return made
 
     def _positions(self, wanted: Iterable[int]) -> list[int]:
         length = len(self)
@@ -158,13 +168,8 @@ class VideoReader:
             positions.append(position % length)
         return positions
 
-    def _hand_over(self, tensors: Sequence[torch.Tensor], done: torch.cuda.Event | None) -> None:
-        if done is not None:
-            with stage("hand-over", self.info.path):
-                hand_over(tensors, [done], torch.cuda.current_stream(self.device))
-
     def close(self) -> None:
-        """Frees the decoder; a later read makes a new one."""
+        """Leaves the decoder to the next reader or loader (see :func:`gpupipe.free_decoders`); a later read takes one anew."""
         self._engine.close()
 
     def __enter__(self) -> Self:

@@ -76,14 +76,13 @@ def test_decoder_is_reused_across_sizes(clips: dict[str, Path], tricky: Path) ->
     from gpupipe.data.plan import make_plan
     from gpupipe.telemetry import Telemetry
 
-    stream = torch.cuda.Stream()
-    engine = DecodeEngine(torch.device("cuda", 0), stream, mode="nvdec", keep=2, fallbacks=Fallbacks(), telemetry=Telemetry())
+    engine = DecodeEngine(torch.device("cuda", 0), mode="nvdec", keep=2, fallbacks=Fallbacks(), telemetry=Telemetry())
     paths = [clips["h264"], clips["h264_odd"], tricky / "t01_opengop_h264.mp4", clips["hevc"], clips["vp9"], clips["h264_odd"]]
     for path in paths * 3:
         index = indices.load(str(path))
         plan = make_plan(index, [5, 20, 21])
         ours, decoder = engine.decode(index, plan)
-        stream.synchronize()
+        torch.cuda.synchronize()
         theirs = cpu.decode(index, plan)
         assert decoder == "nvdec"
         assert torch.equal(ours.y.cpu(), theirs.y), path

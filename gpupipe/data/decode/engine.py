@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import TYPE_CHECKING, Literal
 
 from gpupipe.data.decode import cpu
 from gpupipe.data.decode.choice import Choice, choose
-from gpupipe.data.decode.nvdec import NvdecDecoder, Unsupported
-from gpupipe.data.decode.surface import FrameStore
+from gpupipe.data.decode.lanes import Lane, free_decoders, give_back, take
+from gpupipe.data.decode.nvdec import Unsupported
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, never
 from gpupipe.device.stream import stage
-from gpupipe.errors import DecodeError
+from gpupipe.errors import DecodeError, DeviceMemoryError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Planes
 
@@ -40,17 +41,18 @@ class Fallbacks:
 
 
 class DecodeEngine:
-    """Runs plans for one thread; kept between epochs, with its decoders and its memory.
+    """Runs plans for one thread; kept between epochs. On CUDA it holds a lane, with the decoders that its last user left there.
 
     Args:
         device: where the planes are wanted.
-        stream: this engine's own stream on a CUDA device; None on the CPU.
+        mode: which decoder may be used.
+        keep: NVDEC sessions to keep open.
+        fallbacks: shared by the engines of one run.
     """
 
     def __init__(
         self,
         device: torch.device,
-        stream: torch.cuda.Stream | None,
         *,
         mode: Mode,
         keep: int,
@@ -58,13 +60,17 @@ class DecodeEngine:
         telemetry: Telemetry,
     ) -> None:
         self.device = device
-        self.stream = stream
         self._mode = mode
         self._keep = keep
         self._fallbacks = fallbacks
         self._telemetry = telemetry
-        self._store = FrameStore(stream) if stream is not None else None
-        self._nvdec: NvdecDecoder | None = None
+        self._lane: Lane | None = None
+        self._leaving: weakref.finalize[..., DecodeEngine] | None = None
+
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """This engine's own stream on a CUDA device, until :meth:`close`; None on the CPU."""
+        return self._hardware().stream if self.device.type == "cuda" else None
 
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> tuple[Planes, str]:
         """Decodes a plan's frames to this engine's device.
@@ -84,7 +90,7 @@ class DecodeEngine:
         if choice.decoder == "nvdec":
             try:
                 with stage("decode", path), self._telemetry.span("decode"):
-                    planes = self._hardware().decode(index, plan, stop)
+                    planes = self._decode_in_hardware(index, plan, stop)
                 self._account(plan, "nvdec")
                 return planes, "nvdec"
             except Unsupported as error:
@@ -92,14 +98,14 @@ class DecodeEngine:
                     raise self._refused(path, str(error)) from error
                 self._fallbacks.add(path, str(error))
                 choice = Choice("cpu", str(error))
-        if self.stream is not None and choice.reason is not None and self._mode != "cpu":
+        if self.device.type == "cuda" and choice.reason is not None and self._mode != "cpu":
             self._telemetry.warn_once(f"fallback {path}", f"{path} is decoded on the CPU: {choice.reason}")
         with stage("decode", path), self._telemetry.span("decode"):
             planes = cpu.decode(index, plan, stop)
         self._account(plan, "cpu")
-        if self._store is not None:
+        if self.device.type == "cuda":
             with stage("upload", path):
-                planes = self._store.upload(planes)
+                planes = self._hardware().store.upload(planes)
         return planes, "cpu"
 
     def _choose(self, index: VideoIndex) -> Choice:
@@ -109,12 +115,21 @@ class DecodeEngine:
             raise self._refused(index.info.path, choice.reason or "unknown")
         return choice
 
-    def _hardware(self) -> NvdecDecoder:
-        assert self.stream is not None
-        assert self._store is not None
-        if self._nvdec is None:
-            self._nvdec = NvdecDecoder(self.stream, self._store, self._keep)
-        return self._nvdec
+    def _hardware(self) -> Lane:
+        if self._lane is None:
+            self._lane = take(self.device)
+            self._leaving = weakref.finalize(self, give_back, self._lane)
+            self._leaving.atexit = False
+        return self._lane
+
+    def _decode_in_hardware(self, index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
+        decoder = self._hardware().nvdec(self._keep)
+        try:
+            return decoder.decode(index, plan, stop)
+        except DeviceMemoryError:
+            if not free_decoders():
+                raise
+        return decoder.decode(index, plan, stop)
 
     def _refused(self, path: str, reason: str) -> DecodeError:
         return DecodeError(f"{path} cannot be decoded by NVDEC: {reason}", fix="use decoder='auto' or 'cpu'", path=path)
@@ -125,11 +140,7 @@ class DecodeEngine:
         self._telemetry.count(f"{decoder}_clips")
 
     def close(self) -> None:
-        """Frees decoders and memory, after all work on the stream has passed."""
-        if self.stream is not None:
-            self.stream.synchronize()
-        if self._nvdec is not None:
-            self._nvdec.close()
-            self._nvdec = None
-        if self.stream is not None:
-            self._store = FrameStore(self.stream)
+        """Leaves the decoders to the next engine; a later decode takes a lane anew."""
+        if self._leaving is not None:
+            self._leaving()
+        self._lane = self._leaving = None

@@ -74,7 +74,7 @@ class NvdecDecoder:
         self._nvc = load("PyNvVideoCodec")
         self._stream = stream
         self._store = store
-        self._keep = keep
+        self.keep = keep
         self._sessions: OrderedDict[tuple[Any, ...], _Session] = OrderedDict()
 
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
@@ -193,7 +193,7 @@ class NvdecDecoder:
         size = (index.info.width, index.info.height)
         session = self._sessions.get(key)
         if session is None:
-            while len(self._sessions) >= self._keep:
+            while len(self._sessions) >= self.keep:
                 self._drop(next(iter(self._sessions)))
             decoder = self._nvc.CreateDecoder(
                 gpuid=self._stream.device_index,

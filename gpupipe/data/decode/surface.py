@@ -23,6 +23,10 @@ class FrameStore:
         self._rows = 0
         self._row_bytes = 0
 
+    def clear(self) -> None:
+        """Gives the memory back to torch's allocator, for the next use on this stream."""
+        self._memory = None
+
     def reserve(self, frames: int, layout: PlaneFormat) -> None:
         """Makes room for ``frames`` frames; what lay here before is lost."""
         import torch

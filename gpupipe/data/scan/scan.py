@@ -145,7 +145,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
                 kinds |= sequences(codec, data, length_size)
                 uniform = uniform and not packet.has_sidedata("new_extradata")
             if first is None:
-                first = next(iter(decoded(context, packet)), None)
+                first = (len(rows.size) == 1 and _alone(context, packet)) or next(iter(decoded(context, packet)), None)
     path = identity.path
     if not rows.size:
         raise OpenError(f"{path} holds no video packets", fix="leave it out of the list", path=path)
@@ -177,12 +177,19 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
         color_matrix=matrix,
         color_range=sample_range,
         chroma_location="center" if codec in ("mjpeg", "mpeg1video") else "left",
-        pixel_aspect=Fraction(stream.sample_aspect_ratio or 1) or Fraction(1),
+        pixel_aspect=Fraction(stream.sample_aspect_ratio or context.sample_aspect_ratio or 1),
         interlaced=interlaced,
         uniform=uniform and len(kinds) <= 1,
         promised=stream.frames,
         faults=faults,
     )
+
+
+def _alone(context: Any, packet: Any) -> Any:
+    """The frame of a packet without those after it, for which a decoder that reorders frames would wait; or None."""
+    frames = decoded(context, packet) or decoded(context, None)
+    context.flush_buffers()
+    return frames[0] if frames else None
 
 
 def _colour(context: Any, sample_format: Any) -> tuple[str | None, str | None]:
