@@ -23,9 +23,10 @@ from clips import write_clip
 
 from gpupipe.data import index
 from gpupipe.data.bytes import Identity
-from gpupipe.data.index import VideoIndex, cache
+from gpupipe.data.index import VideoIndex
+from gpupipe.data.scan import store
 from gpupipe.data.scan.demux import whole_packets
-from gpupipe.data.scan.scan import Scan, scan
+from gpupipe.data.scan.scan import scan
 from gpupipe.data.stop import Stopped
 from gpupipe.errors import OpenError
 
@@ -177,7 +178,7 @@ def load_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[VideoIndex, 
     built: list[Identity] = []
     with monkeypatch.context() as patch:
         patch.setattr(index, "_indices", type(index._indices)())
-        found = index.load(str(path), lambda identity: (built.append(identity), scan(identity))[1])
+        found = index.load(str(path), lambda identity: (built.append(identity), store.make(identity))[1])
     return found, bool(built)
 
 
@@ -214,7 +215,7 @@ def test_a_damaged_cache_file_is_made_again(
     damage: str, video: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _ = load_anew(video, monkeypatch)
-    file = cache.file_of(Identity.of(str(video)))
+    file = store.file_of(Identity.of(str(video)))
     data = bytearray(file.read_bytes())
     at = {"flip-head": 30, "flip-middle": len(data) // 2, "flip-end": len(data) - 1}.get(damage)
     if at is not None:
@@ -243,19 +244,19 @@ def test_a_full_disk_leaves_no_half_file(video: Path, fresh_cache: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache.os, "replace", full)
+    monkeypatch.setattr(store.os, "replace", full)
     assert load_anew(video, monkeypatch)[1]
     assert not [path for path in fresh_cache.rglob("*") if path.is_file()]
 
 
 def test_the_folder_is_chosen_by_what_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUPIPE_CACHE", "/chosen")
-    assert cache.cache_dir() == Path("/chosen")
+    assert store.cache_dir() == Path("/chosen")
     monkeypatch.delenv("GPUPIPE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache.cache_dir() == tmp_path / "gpupipe"
-    monkeypatch.setattr(cache.os, "access", lambda *_: False)
-    assert cache.cache_dir().parent == Path(tempfile.gettempdir())
+    assert store.cache_dir() == tmp_path / "gpupipe"
+    monkeypatch.setattr(store.os, "access", lambda *_: False)
+    assert store.cache_dir().parent == Path(tempfile.gettempdir())
 
 
 def test_users_without_a_home_or_with_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +268,7 @@ def test_users_without_a_home_or_with_somebody_elses(tmp_path: Path, monkeypatch
         raise KeyError
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert cache.cache_dir().parent == Path(tempfile.gettempdir())
+    assert store.cache_dir().parent == Path(tempfile.gettempdir())
     monkeypatch.setenv("HOME", str(tmp_path / "closed"))
     real = os.stat
 
@@ -277,9 +278,9 @@ def test_users_without_a_home_or_with_somebody_elses(tmp_path: Path, monkeypatch
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr("os.stat", refused)
-    assert cache.cache_dir().parent == Path(tempfile.gettempdir())
+    assert store.cache_dir().parent == Path(tempfile.gettempdir())
     monkeypatch.setenv("GPUPIPE_CACHE", "~/mine")
-    assert cache.cache_dir() == tmp_path / "closed" / "mine"
+    assert store.cache_dir() == tmp_path / "closed" / "mine"
 
 
 def test_a_cache_that_cannot_be_written_is_told_once(
@@ -296,12 +297,12 @@ def test_a_cache_that_cannot_be_written_is_told_once(
 WRITER = """
 import sys
 from gpupipe.data.bytes import Identity
-from gpupipe.data.index import build, cache
+from gpupipe.data.index import cached
+from gpupipe.data.scan import store
 identity = Identity.of(sys.argv[1])
-index = build.build(identity)
-for _ in range(150):
-    cache.write(index)
-    assert cache.read(identity) is not None
+for _ in range(60):
+    store.make(identity)
+    assert cached(identity) is not None
 """
 
 
@@ -309,8 +310,8 @@ def test_rivals_write_the_same_index_without_harm(video: Path, fresh_cache: Path
     writers = [subprocess.Popen([sys.executable, "-c", WRITER, str(video)]) for _ in range(2)]
     assert [writer.wait(60) for writer in writers] == [0, 0]
     files = [path for path in fresh_cache.rglob("*") if path.is_file()]
-    assert files == [cache.file_of(Identity.of(str(video)))], "no partial file is left"
-    assert cache.read(Identity.of(str(video))) is not None
+    assert files == [store.file_of(Identity.of(str(video)))], "no partial file is left"
+    assert index.cached(Identity.of(str(video))) is not None
 
 
 def test_names_that_are_no_utf8_work(tmp_path: Path, clips: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,10 +325,10 @@ def test_names_that_are_no_utf8_work(tmp_path: Path, clips: dict[str, Path], mon
 def test_threads_that_want_the_same_index_make_it_once(video: Path) -> None:
     made: list[Identity] = []
 
-    def make(identity: Identity) -> Scan:
+    def make(identity: Identity) -> tuple[bytes, str]:
         made.append(identity)
         time.sleep(0.05)  # the others arrive meanwhile
-        return scan(identity)
+        return store.make(identity)
 
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(lambda _: index.load(str(video), make), range(6)))

@@ -11,8 +11,8 @@ import pytest
 
 from gpupipe.data import index
 from gpupipe.data.bytes import Identity
-from gpupipe.data.index import build, cache
 from gpupipe.data.index.ahead import IndexAhead
+from gpupipe.data.scan import store
 from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.errors import OpenError
 
@@ -21,16 +21,19 @@ from gpupipe.errors import OpenError
 def videos(clips: dict[str, Path], tmp_path: Path, fresh_cache: Path) -> list[str]:
     """Four videos that nobody has indexed, a bad one among them."""
     (tmp_path / "1.mp4").touch()
-    return [str(tmp_path / "1.mp4") if k == 1 else shutil.copy(clips["h264"], tmp_path / f"{k}.mp4") for k in range(4)]
+    return [str(tmp_path / "1.mp4") if k == 1 else str(shutil.copy(clips["h264"], tmp_path / f"{k}.mp4")) for k in range(4)]
 
 
 def test_a_process_makes_the_same_index_and_survives_a_bad_file(videos: list[str]) -> None:
     process = ScanProcess()
     assert process.start()
     with pytest.raises(OpenError, match=r"1\.mp4"):
-        process.scan(Identity.of(videos[1]))
+        process.make(Identity.of(videos[1]))
     identity = Identity.of(videos[0])
-    assert cache.serialise(build.build(identity, process.scan)) == cache.serialise(build.build(identity))
+    there = process.make(identity)
+    assert index.cached(identity) is not None, "stored by the process"
+    assert there == store.make(identity)
+    assert there[1] == ""
     process.close()
     process.close()
 
@@ -44,7 +47,7 @@ def test_a_process_that_died_is_an_error_and_leaves_no_zombie(videos: list[str])
     child.wait()
     for _ in range(2):
         with pytest.raises(OpenError, match="scanning process ended"):
-            process.scan(Identity.of(videos[0]))
+            process.make(Identity.of(videos[0]))
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
@@ -58,18 +61,18 @@ def test_ended_before_it_starts(videos: list[str]) -> None:
 
 
 def test_what_lies_ahead_is_indexed_and_bad_files_wait_for_their_turn(videos: list[str]) -> None:
-    ahead = IndexAhead([videos[0], videos[0], *videos[1:]], workers=2, skip=1)
+    ahead = IndexAhead([videos[0], videos[0], *videos[1:]], workers=2)
     for thread in ahead.threads:
         thread.join(30)
         assert not thread.is_alive(), "the list is done"
-    assert [index.known(path) for path in videos if path != videos[1]] == [False, True, True], "the first is left out"
+    assert [index.known(path) for path in videos if path != videos[1]] == [True] * 3
     with pytest.raises(OpenError, match="cannot be opened"):
         index.load(videos[1])
 
 
 def test_collection_while_room_is_made_does_not_lock_up() -> None:
     """Garbage collection may abandon the work in a thread that holds the lock of advance()."""
-    ahead = IndexAhead([], workers=1, skip=0)
+    ahead = IndexAhead([], workers=1)
     with ahead._changed:
         ahead.abandon()
     for thread in ahead.threads:
@@ -78,7 +81,7 @@ def test_collection_while_room_is_made_does_not_lock_up() -> None:
 
 
 def test_abandoning_ends_threads_and_processes_at_once(videos: list[str]) -> None:
-    ahead = IndexAhead(videos, workers=2, skip=0)
+    ahead = IndexAhead(videos, workers=2)
     time.sleep(0.02)
     begin = time.monotonic()
     ahead.abandon()
@@ -86,3 +89,69 @@ def test_abandoning_ends_threads_and_processes_at_once(videos: list[str]) -> Non
         thread.join(5)
         assert not thread.is_alive()
     assert time.monotonic() - begin < 2
+
+
+def test_a_process_tells_why_a_record_was_not_stored(
+    videos: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("GPUPIPE_CACHE", str(tmp_path / "1.mp4" / "below"))
+    ahead = IndexAhead(videos, workers=1)
+    for path in videos:
+        ahead.wait_for(path)
+    assert "indices are not kept" in caplog.text
+    assert index._remembered(Identity.of(videos[0])) is not None
+    ahead.abandon()
+    for thread in ahead.threads:
+        thread.join(5)
+
+
+def test_waiting_ends_when_an_index_is_there_or_nobody_makes_it(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = IndexAhead(videos, workers=2)
+    for path in videos:
+        ahead.wait_for(path)
+        assert path == videos[1] or index._remembered(Identity.of(path)) is not None
+    ahead.wait_for("/not/of/this/list.mp4")
+    for thread in ahead.threads:
+        thread.join(5)
+    IndexAhead(videos, workers=0).wait_for(videos[0])
+
+
+def test_waiting_ends_when_the_processes_cannot_be_had(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpupipe.data.scan.worker.sys.executable", "/no/such/python")
+    ahead = IndexAhead(videos, workers=2)
+    for path in videos:
+        ahead.wait_for(path)
+    assert index.load(videos[0]).info.frames == 60, "made here instead"
+    ahead.abandon()
+    for thread in ahead.threads:
+        thread.join(5)
+
+
+def test_a_worker_whose_process_died_leaves_the_rest_to_the_others(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own video is given up at once, and it takes no further one."""
+    taken: list[str] = []
+
+    def dying(process: ScanProcess, identity: Identity) -> tuple[bytes, str]:
+        taken.append(identity.path)
+        process.end()
+        raise OpenError("it died", path=identity.path)
+
+    monkeypatch.setattr(ScanProcess, "make", dying)
+    ahead = IndexAhead(videos, workers=1)
+    for path in videos:
+        ahead.wait_for(path)
+    assert taken == videos[:1]
+    for thread in ahead.threads:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_what_lies_far_ahead_is_not_waited_for(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A substitute for a bad file may come from anywhere in the list."""
+    monkeypatch.setattr("gpupipe.data.index.ahead._AHEAD", 1)
+    ahead = IndexAhead(videos, workers=1)
+    ahead.wait_for(videos[3])
+    assert index._remembered(Identity.of(videos[3])) is None
+    ahead.abandon()
+    for thread in ahead.threads:
+        thread.join(5)

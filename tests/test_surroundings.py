@@ -91,7 +91,7 @@ def test_an_index_can_be_loaded_in_a_child_forked_amid_the_loading_of_it(folder:
 
     index._indices.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(index.cache, "read", lambda _: None)
+        patch.setattr(index, "cached", lambda _: None)
         with pytest.raises(OpenError):
             index.load(path, make)
         _, status = os.waitpid(forked[0], 0)

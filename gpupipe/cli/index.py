@@ -32,8 +32,8 @@ def index(config: IndexConfig) -> dict[str, Any]:
     from contextlib import closing
 
     from gpupipe.config import SourceConfig
-    from gpupipe.data.index import cache
     from gpupipe.data.index.fill import fill
+    from gpupipe.data.scan.store import cache_dir
     from gpupipe.data.source import collect
     from gpupipe.device.inventory import cpu_quota
     from gpupipe.errors import GpupipeError
@@ -68,7 +68,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
         "seconds": time.perf_counter() - began,
         "bad_files": bad,
         "cut_files": cut,
-        "cache": str(cache.cache_dir()),
+        "cache": str(cache_dir()),
     }
 
 

@@ -42,12 +42,12 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
     from gpupipe.data import index as indices
     from gpupipe.data.bytes import Identity
     from gpupipe.data.decode import choose
-    from gpupipe.data.index import cache
+    from gpupipe.data.scan.store import file_of
     from gpupipe.device.inventory import resolve_device
 
     device = resolve_device(config.device)
     identity = Identity.of(config.file)
-    cached = cache.read(identity) is not None
+    cached = indices.cached(identity) is not None
     began = time.perf_counter()
     index = indices.load(config.file)
     took = time.perf_counter() - began
@@ -90,7 +90,7 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
         "read_from_map": index.mapped,
         "index_cached": cached,
         "index_seconds": took,
-        "index_file": str(cache.file_of(identity)),
+        "index_file": str(file_of(identity)),
         "plan": plans,
         "device": str(device),
         "decoder": choice.decoder,

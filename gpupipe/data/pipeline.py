@@ -22,7 +22,7 @@ from gpupipe.data.jitter import Closed, JitterBuffer
 from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator
 from gpupipe.data.plan import make_plan
 from gpupipe.data.sample import pick_frames
-from gpupipe.data.scan.scan import scan
+from gpupipe.data.scan.store import make
 from gpupipe.data.source.columns import Kind, start_frame
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipTransform
@@ -94,7 +94,7 @@ class Pipeline:
         self._owner = os.getpid()
         self._streams = [engine.stream for engine in job.engines if engine.stream is not None]
         paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
-        self._ahead = IndexAhead(paths, job.index_workers, skip=len(job.engines))
+        self._ahead = IndexAhead(paths, job.index_workers)
         self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
         self._threads = [
             threading.Thread(target=self._work, args=(engine,), name=f"gpupipe-clips-{number}", daemon=True)
@@ -217,7 +217,8 @@ class Pipeline:
     def _make(self, engine: DecodeEngine, task: _Task, request: ClipRequest, entry: Entry) -> Arrival:
         job, config = self._job, self._job.config
         with job.telemetry.span("index"):
-            index = indices.load(job.file_of(entry), partial(scan, stop=self._asked_to_stop))
+            self._ahead.wait_for(job.file_of(entry))
+            index = indices.load(job.file_of(entry), partial(make, stop=self._asked_to_stop))
         if index.info.damage is not None:
             job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
         pick = pick_frames(config.clip, index, clip_generator(request, FRAMES), start_frame(entry))

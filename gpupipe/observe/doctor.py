@@ -222,13 +222,13 @@ def _nvdec_decode() -> Check:
 def _trial(device: str, decoder: Literal["cpu", "nvdec"]) -> tuple[str, list[torch.Tensor]]:
     """Makes a tiny clip, reads it through VideoReader and gives (codec, luma planes)."""
     from gpupipe.data.bytes import Identity
-    from gpupipe.data.index import cache
     from gpupipe.data.reader import VideoReader
+    from gpupipe.data.scan.store import file_of
 
     with tempfile.TemporaryDirectory(prefix="gpupipe-doctor-") as folder:
         file = Path(folder) / "trial.mp4"
         codec = _write_trial(file)
-        kept = cache.file_of(Identity.of(str(file)))
+        kept = file_of(Identity.of(str(file)))
         try:
             if codec != "h264" and decoder == "nvdec":
                 return codec, []
@@ -274,7 +274,7 @@ def _cores() -> Check:
 
 
 def _cache() -> Check:
-    from gpupipe.data.index.cache import cache_dir
+    from gpupipe.data.scan.store import cache_dir
 
     folder = cache_dir()
     try:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
 from gpupipe.data.bytes import Identity
-from gpupipe.data.index import build, cache
 from gpupipe.data.index.model import VideoIndex
-from gpupipe.data.scan.scan import Scan, scan
-from gpupipe.errors import OpenError
+from gpupipe.data.scan import store
+from gpupipe.telemetry import log
 
-__all__ = ["VideoIndex", "load"]
+__all__ = ["VideoIndex", "cached", "known", "load"]
+
+Maker = Callable[[Identity], tuple[bytes, str]]
+"""Scans a file and stores its record: returns the record, and why it could not be stored."""
 
 _KEPT = 4096
 _lock = threading.Lock()
@@ -32,14 +35,14 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def load(path: str, scanner: Callable[[Identity], Scan] = scan) -> VideoIndex:
+def load(path: str, maker: Maker = store.make) -> VideoIndex:
     """The index of a video: from memory, from the cache folder, or made now (and kept in both).
 
     Threads that ask for the same video at once wait for one of them to make it.
 
     Args:
         path: the video.
-        scanner: reads a file whose index is in neither.
+        maker: scans a file whose index is in neither.
 
     Raises:
         OpenError: when the file cannot be opened as a video.
@@ -52,7 +55,7 @@ def load(path: str, scanner: Callable[[Identity], Scan] = scan) -> VideoIndex:
         making = _being_made.setdefault(identity.path, threading.Lock())
     try:
         with making:
-            return _remembered(identity) or _read_or_make(identity, scanner)
+            return _remembered(identity) or _read_or_make(identity, maker)
     finally:
         with _lock:
             _being_made.pop(identity.path, None)
@@ -66,23 +69,40 @@ def known(path: str) -> bool:
     """
     identity = Identity.of(path)
     if _remembered(identity) is None:
-        index = cache.read(identity)
+        index = cached(identity)
         if index is None:
             return False
         _remember(index)
     return True
 
 
-def _read_or_make(identity: Identity, scanner: Callable[[Identity], Scan]) -> VideoIndex:
-    index = cache.read(identity)
+def cached(identity: Identity) -> VideoIndex | None:
+    """The index that the cache folder holds for this very file; None when it has none, an outdated one or a damaged one."""
+    record = store.read(identity)
+    if record is None:
+        return None
+    try:
+        return VideoIndex.parse(record, identity)
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("the cached index of %s is damaged and is made again: %s", identity.path, error)
+        return None
+
+
+def _read_or_make(identity: Identity, maker: Maker) -> VideoIndex:
+    index = cached(identity)
     if index is None:
-        index = build.build(identity, scanner)
-        if Identity.of(identity.path) != identity:
-            message = f"{identity.path} changed while it was indexed"
-            raise OpenError(message, fix="wait until it is written", path=identity.path)
-        cache.write(index)
+        record, not_stored = maker(identity)
+        if not_stored:
+            _tell_once(str(store.cache_dir()), not_stored)
+        index = VideoIndex.parse(record, identity)
+        assert index is not None
     _remember(index)
     return index
+
+
+@functools.cache
+def _tell_once(folder: str, why: str) -> None:
+    log.warning("indices are not kept in %s, so each run reads all packets again: %s (see GPUPIPE_CACHE)", folder, why)
 
 
 def _remember(index: VideoIndex) -> None:

@@ -1,11 +1,10 @@
-"""Indexing ahead of the decoders, so that an engine seldom waits for a demux."""
+"""Indexing ahead of the decoders, so that an engine seldom waits for a demux and none does one itself."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import islice
 
 from gpupipe.data import index as indices
 from gpupipe.data.scan.worker import ScanProcess
@@ -23,15 +22,17 @@ class IndexAhead:
     Args:
         paths: videos in decoding order.
         workers: threads, each with a process that it starts when it first needs one; 0 loads nothing ahead.
-        skip: clips at the head of ``paths`` that are left to the decode threads: these start on them at once.
     """
 
-    def __init__(self, paths: Sequence[str], workers: int, skip: int) -> None:
-        self._paths = islice(dict.fromkeys(paths), skip, None)
-        self._pulling = threading.Lock()
+    def __init__(self, paths: Sequence[str], workers: int) -> None:
+        self._paths = list(dict.fromkeys(paths)) if workers else []
+        self._place = {path: place for place, path in enumerate(self._paths)}
         # On a lock that may be taken again: garbage collection may call abandon() in a thread that is inside advance().
         self._changed = threading.Condition()
         self._room = _AHEAD
+        self._next_place = 0
+        self._done: set[int] = set()
+        self._working = workers
         self._stopping = False
         self._processes = [ScanProcess() for _ in range(workers)]
         self.threads = [
@@ -49,7 +50,17 @@ class IndexAhead:
         """Says that one more clip's turn has come."""
         with self._changed:
             self._room += 1
-            self._changed.notify()
+            self._changed.notify_all()
+
+    def wait_for(self, path: str) -> None:
+        """Waits until a video's index has been loaded, or is not going to be: then it is for the caller to load."""
+        place = self._place.get(path)
+        if place is None:
+            return
+        with self._changed:
+            self._changed.wait_for(
+                lambda: place in self._done or place >= self._room or not self._working or self._stopping,
+            )
 
     def abandon(self) -> None:
         """Tells threads and processes to end, without waiting for them."""
@@ -59,26 +70,29 @@ class IndexAhead:
         for process in self._processes:
             process.end()
 
-    def _next(self) -> str | None:
-        """The next path, once there is room for it; None when there are no more or the work is to end."""
+    def _next(self) -> int | None:
+        """The next place, once there is room for it; None when there are no more or the work is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._room > 0)
-            if self._stopping:
+            self._changed.wait_for(lambda: self._stopping or self._next_place < self._room)
+            if self._stopping or self._next_place >= len(self._paths):
                 return None
-            self._room -= 1
-        with self._pulling:
-            return next(self._paths, None)
+            self._next_place += 1
+            return self._next_place - 1
 
     def _work(self, process: ScanProcess) -> None:
         try:
-            started = False
-            while (path := self._next()) is not None:
-                with suppress(GpupipeError):
-                    if indices.known(path):
-                        continue
-                    # Only a process that is ready takes a path: a decode thread that wants it would wait for the start.
-                    if not started and not (started := process.start()):
-                        return
-                    indices.load(path, process.scan)
+            while not process.ended and (place := self._next()) is not None:
+                try:
+                    with suppress(GpupipeError):
+                        path = self._paths[place]
+                        if not indices.known(path) and process.start():
+                            indices.load(path, process.make)
+                finally:
+                    with self._changed:
+                        self._done.add(place)
+                        self._changed.notify_all()
         finally:
+            with self._changed:
+                self._working -= 1
+                self._changed.notify_all()
             process.close()

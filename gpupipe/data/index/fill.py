@@ -55,7 +55,6 @@ def _work(
     process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
 ) -> None:
     try:
-        started = False
         while True:
             try:
                 path = waiting.get_nowait()
@@ -63,9 +62,9 @@ def _work(
                 return
             try:
                 if not indices.known(path):
-                    started = started or process.start()
+                    process.start()
                     try:
-                        indices.load(path, process.scan)
+                        indices.load(path, process.make)
                     except GpupipeError:  # says that the process could not: find out here why
                         indices.load(path)
                 done.put((path, indices.load(path)))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import base64
+import json
+import zlib
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from functools import cached_property
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpupipe.data.bytes import Identity
+from gpupipe.data.scan.record import CHECKSUM_BYTES, MAGIC
 from gpupipe.types import VideoInfo
 
 Int64s = NDArray[np.int64]
@@ -46,6 +52,34 @@ class VideoIndex:
     display: Int64s
     extradata: bytes = field(repr=False)
     length_size: int
+
+    @classmethod
+    def parse(cls, record: bytes, identity: Identity) -> Self | None:
+        """The index that a record holds; None when the record is of another version of the file.
+
+        Raises:
+            ValueError, KeyError, TypeError: when the record is damaged.
+        """
+        if not record.startswith(MAGIC):
+            raise ValueError("wrong magic or version")
+        body = memoryview(record)[:-CHECKSUM_BYTES]
+        if zlib.crc32(body) != int.from_bytes(record[-CHECKSUM_BYTES:], "little"):
+            raise ValueError("wrong checksum")
+        at = len(MAGIC) + 4
+        end = at + int.from_bytes(body[len(MAGIC) : at], "little")
+        header = json.loads(bytes(body[at:end]))
+        if header["identity"] != asdict(identity):
+            return None
+        arrays: dict[str, Any] = {}
+        for name, (dtype, count) in header["arrays"].items():
+            stored = np.frombuffer(body, dtype, count, end)
+            arrays[name] = stored.astype(np.int64) if stored.dtype.kind == "i" else stored
+            end += stored.nbytes
+        facts = header["info"]
+        fractions = {name: Fraction(facts[name]) for name in ("time_base", "pixel_aspect")}
+        info = VideoInfo(**{**facts, **fractions})
+        extradata = base64.b64decode(header["extradata"])
+        return cls(identity, info, header["stream"], extradata=extradata, length_size=header["length_size"], **arrays)
 
     @property
     def mapped(self) -> bool:

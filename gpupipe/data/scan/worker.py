@@ -1,17 +1,16 @@
 """A process that scans files: ``python -m gpupipe.data.scan.worker``.
 
-A demux gives up the interpreter lock at each packet, and winning it back beside busy decode threads costs more than the
-demux. So videos that are met while an epoch runs are scanned here. The process writes one byte when it is ready. A request is
-one line on standard input: the JSON of a file's identity. An answer on standard output is 8 bytes of length and then the
-pickled scan; length 0 means that it cannot be made, which the asking process finds out again when the file's turn comes. The
-process ends with its input.
+A demux gives up the interpreter lock at each packet, and winning it back beside busy decode threads costs far more than the
+demux. So videos that are met while an epoch runs are scanned here, and their records stored from here. The process writes one
+byte when it is ready. A request is one line on standard input: the JSON of a file's identity. An answer on standard output is
+the lengths of two parts, 8 bytes each, and the parts: the record, and why it could not be stored. An empty record means that it
+cannot be made, which the asking process finds out again when the file's turn comes. The process ends with its input.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from contextlib import suppress
@@ -19,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from gpupipe.data.bytes import Identity
-from gpupipe.data.scan.scan import Scan, scan
+from gpupipe.data.scan.store import make
 from gpupipe.errors import GpupipeError, OpenError
 
 _LENGTH_BYTES = 8
@@ -31,10 +30,15 @@ class ScanProcess:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._ended = False
+        self._ready = self._ended = False
 
-    def scan(self, identity: Identity) -> Scan:
-        """The scan of a file, made by the process.
+    @property
+    def ended(self) -> bool:
+        """True once the process is no more, or is not to be."""
+        return self._ended or (self._process is not None and self._process.poll() is not None)
+
+    def make(self, identity: Identity) -> tuple[bytes, str]:
+        """As :func:`gpupipe.data.scan.store.make`, in the process.
 
         Raises:
             OpenError: when it cannot be made there.
@@ -45,22 +49,23 @@ class ScanProcess:
         try:
             process.stdin.write(json.dumps(asdict(identity)).encode() + b"\n")
             process.stdin.flush()
-            size = int.from_bytes(process.stdout.read(_LENGTH_BYTES), "little")
-            data = process.stdout.read(size)
+            head = process.stdout.read(2 * _LENGTH_BYTES)
+            sizes = [int.from_bytes(part, "little") for part in (head[:_LENGTH_BYTES], head[_LENGTH_BYTES:])]
+            record, not_stored = (process.stdout.read(size) for size in sizes)
         except (OSError, ValueError) as error:
             raise OpenError(f"the scanning process ended while it read {identity.path}", path=identity.path) from error
-        if not size or len(data) != size:
+        if not record or [len(record), len(not_stored)] != sizes:
             raise OpenError(f"{identity.path} could not be scanned ahead of its turn", path=identity.path)
-        found: Scan = pickle.loads(data)
-        return found
+        return record, not_stored.decode()
 
     def start(self) -> bool:
-        """Starts the process and waits until it is ready; False when it ended instead."""
-        with suppress(OSError, ValueError):
-            output = self._started().stdout
-            assert output is not None
-            return output.read(len(_READY)) == _READY
-        return False
+        """Starts the process and waits until it is ready; False when it ended instead. May be called again."""
+        if not self._ready:
+            with suppress(OSError, ValueError):
+                output = self._started().stdout
+                assert output is not None
+                self._ready = output.read(len(_READY)) == _READY
+        return self._ready
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -100,10 +105,11 @@ def main() -> None:
     for line in sys.stdin.buffer:
         identity = Identity(**json.loads(line))
         try:
-            data = pickle.dumps(scan(identity))
+            record, not_stored = make(identity)
         except GpupipeError:
-            data = b""
-        sys.stdout.buffer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)
+            record, not_stored = b"", ""
+        parts = (record, not_stored.encode(errors="replace"))
+        sys.stdout.buffer.write(b"".join([*(len(part).to_bytes(_LENGTH_BYTES, "little") for part in parts), *parts]))
         sys.stdout.buffer.flush()
 
 
