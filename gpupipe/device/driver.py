@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver's own interface that no package here offers."""
+"""The few calls of the CUDA driver's own interface that no package here offers, or only with a loss of the interpreter lock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,67 @@ def _driver() -> Any:
     for name in ("cuCtxGetCurrent", "cuCtxPopCurrent_v2"):
         getattr(library, name).argtypes = [ctypes.POINTER(ctypes.c_void_p)]
     library.cuCtxPushCurrent_v2.argtypes = [ctypes.c_void_p]
+    library.cuStreamGetCtx.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
+    library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy), ctypes.c_void_p]
+    library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return library
+
+
+class _Copy(ctypes.Structure):
+    """CUDA_MEMCPY2D of cuda.h."""
+
+    _fields_ = [
+        (f"{end}_{name}", kind)
+        for end in ("source", "target")
+        for name, kind in (
+            ("x", ctypes.c_size_t),
+            ("y", ctypes.c_size_t),
+            ("memory_type", ctypes.c_int),
+            ("host", ctypes.c_void_p),
+            ("device", ctypes.c_uint64),
+            ("array", ctypes.c_void_p),
+            ("pitch", ctypes.c_size_t),
+        )
+    ] + [("row_bytes", ctypes.c_size_t), ("rows", ctypes.c_size_t)]
+
+
+_ON_DEVICE = 2
+"""CU_MEMORYTYPE_DEVICE"""
+
+
+def context_of(stream: int) -> int:
+    """The CUDA context of a stream's handle."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuStreamGetCtx(stream, ctypes.byref(context)))
+    return context.value or 0
+
+
+def copy_rows(
+    target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int, *, stream: int, context: int
+) -> None:
+    """Copies rows from one place of a device's memory to another, on a stream of ``context``. Pitches in bytes.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    driver = _driver()
+    copy = _Copy(
+        source_memory_type=_ON_DEVICE, source_device=source, source_pitch=source_pitch,
+        target_memory_type=_ON_DEVICE, target_device=target, target_pitch=target_pitch,
+        row_bytes=row_bytes, rows=rows,
+    )  # fmt: skip
+    _check(driver.cuCtxPushCurrent_v2(context))  # this thread may have used CUDA only through libraries that clear up
+    try:
+        _check(driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), stream))
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+def _check(code: int) -> None:
+    if code != 0:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError((name.value or b"CUDA_ERROR_UNKNOWN").decode())
 
 
 def drop_contexts(most: int) -> None:

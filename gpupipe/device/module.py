@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _compiling = threading.Lock()
+_kernels: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
 
 
 @functools.cache
@@ -51,10 +52,19 @@ def kernel(file: str, name: str, options: tuple[str, ...] = ()) -> Any:
     """
     import torch
 
+    gpu = torch.cuda.current_device()
+    found = _kernels.get((file, name, options, gpu))
+    if found is None:
+        with _compiling:
+            found = _kernels[file, name, options, gpu] = _compiled(file, name, options, gpu)
+    return found
+
+
+def _compiled(file: str, name: str, options: tuple[str, ...], gpu: int) -> Any:
     cupy = load("cupy")
-    with _compiling, cupy.cuda.Device(torch.cuda.current_device()):
+    with cupy.cuda.Device(gpu):
         try:
-            return _module(file, options, torch.cuda.current_device()).get_function(name)
+            return _module(file, options, gpu).get_function(name)
         except (cupy.cuda.compiler.CompileException, ImportError, OSError, RuntimeError) as error:
             text = str(error)
             headers = "cannot open source file" in text or "could not open source file" in text

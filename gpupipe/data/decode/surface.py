@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpupipe.device.inventory import load
+from gpupipe.device.driver import context_of, copy_rows
 from gpupipe.device.texture import BASE_BYTES
 from gpupipe.types import PlaneFormat, Planes
 
@@ -22,6 +22,7 @@ class FrameStore:
         self._frame_bytes = 0
         self._rows = 0
         self._row_bytes = 0
+        self._context = 0
 
     def clear(self) -> None:
         """Gives the memory back to torch's allocator, for the next use on this stream."""
@@ -44,16 +45,18 @@ class FrameStore:
     def copy_surface(self, slot: int, address: int, pitch_bytes: int) -> None:
         """Copies one frame, luma and chroma rows together, from device memory of another pitch."""
         assert self._memory is not None
-        runtime = load("cupy").cuda.runtime
-        runtime.memcpy2DAsync(
+        stream = self._stream.cuda_stream
+        if not self._context:
+            self._context = context_of(stream)
+        copy_rows(
             self._memory.data_ptr() + slot * self._frame_bytes,
             self._pitch_bytes,
             address,
             pitch_bytes,
             min(self._row_bytes, pitch_bytes),
             self._rows,
-            runtime.memcpyDeviceToDevice,
-            self._stream.cuda_stream,
+            stream=stream,
+            context=self._context,
         )
 
     def upload(self, planes: Planes) -> Planes:

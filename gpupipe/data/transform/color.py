@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,10 +41,14 @@ def rgb_from_codes(
     A matrix ``rgb`` is H.273's identity (MatrixCoefficients 0): the planes hold G, B and R, all with luma's range.
     """
     full = (info.color_range or untagged_range) == "full"
-    step = 2.0 ** (planes.bits - 8)
+    return _matrix(matrix_name(info, untagged_matrix), full, planes.bits, planes.shift)
+
+
+@functools.cache
+def _matrix(name: str, full: bool, bits: int, shift: int) -> NDArray[np.float64]:
+    step = 2.0 ** (bits - 8)
     black, luma_span, chroma_span = (0.0, 256 * step - 1, 256 * step - 1) if full else (16 * step, 219 * step, 224 * step)
     grey = 128 * step
-    name = matrix_name(info, untagged_matrix)
     if name == "rgb":
         linear = np.array([[0.0, 0.0, 1.0], [1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]) / luma_span
         offset = np.full(3, -black / luma_span)
@@ -56,4 +62,6 @@ def rgb_from_codes(
         )
         linear = from_ycc / np.array([luma_span, chroma_span, chroma_span])
         offset = -linear @ np.array([black, grey, grey])
-    return np.concatenate([linear * 2.0**-planes.shift, offset[:, None]], axis=1)
+    matrix = np.concatenate([linear * 2.0**-shift, offset[:, None]], axis=1)
+    matrix.flags.writeable = False
+    return matrix
