@@ -10,6 +10,8 @@ import av
 import numpy as np
 import torch
 
+from gpupipe.data.scan.bitstream.nal import from_annexb, parameter_sets
+
 _BITS = 8
 _LOW, _HIGH = 50, 200
 _CODE_SHARE = 0.2
@@ -87,6 +89,40 @@ def write_clip(
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path
+
+
+def write_changing_sets(folder: Path, codec: str = "libx264") -> Path:
+    """A clip of 80 frames whose second half needs other parameter sets, which come once, with its first keyframe of four."""
+    settings = ("cabac=1:8x8dct=0", "cabac=0:8x8dct=0") if codec == "libx264" else ("signhide=1", "signhide=0")
+    name = codec.removeprefix("lib")
+    halves = []
+    for number, setting in enumerate(settings):
+        options = {f"{name}-params": f"scenecut=0:log-level=none:bframes=2:keyint=10:min-keyint=10:open-gop=0:{setting}"}
+        halves.append(write_clip(folder / f"{name}-{number}.mp4", codec, frames=40, gop=10, options=options))
+    whole = folder / f"{name}-sets.mp4"
+    with av.open(str(whole), "w") as out, av.open(str(halves[0])) as one, av.open(str(halves[1])) as other:
+        target = out.add_stream_from_template(one.streams.video[0])
+        shift = 0
+        for container in (one, other):
+            stream = container.streams.video[0]
+            extradata = bytes(stream.codec_context.extradata or b"")
+            packets = [packet for packet in container.demux(stream) if packet.size]
+            step = packets[0].duration or 1
+            for number, packet in enumerate(packets):
+                data = bytes(packet)
+                if container is other and number == 0:
+                    sets = parameter_sets(stream.codec_context.codec.canonical_name, extradata)
+                    data = from_annexb(sets, 4) + data
+                copy = av.Packet(len(data))
+                copy.update(data)
+                assert packet.pts is not None
+                assert packet.dts is not None
+                copy.pts, copy.dts = packet.pts + shift, packet.dts + shift
+                copy.duration, copy.is_keyframe = packet.duration, packet.is_keyframe
+                copy.time_base, copy.stream = packet.time_base, target
+                out.mux(copy)
+            shift = len(packets) * step
+    return whole
 
 
 _OPTIONS = {

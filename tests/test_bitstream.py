@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gpupipe.data.scan.bitstream.nal import (
     START_CODE,
     BitReader,
+    from_annexb,
     nal_length_size,
     parameter_sets,
     to_annexb,
@@ -24,6 +25,7 @@ from gpupipe.data.scan.bitstream.nal import (
 )
 from gpupipe.data.scan.bitstream.reference import picture_layer
 from gpupipe.data.scan.bitstream.sequence import sequences
+from gpupipe.data.scan.bitstream.sets import ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
 
 
@@ -199,14 +201,14 @@ def test_unreferenced_pictures_are_some_of_the_b_pictures(name: str, clips: dict
 
 def test_a_picture_with_parameter_sets_or_a_reference_is_kept() -> None:
     free, referred, sets = b"\x01\x9a", b"\x41\x9a", b"\x67\x64"
-    assert picture_layer("h264", START_CODE + free, 0) == (0, True)
-    assert picture_layer("h264", START_CODE + free + START_CODE + referred, 0) == (0, False)
-    assert picture_layer("h264", START_CODE + sets + START_CODE + free, 0) == (0, False)
-    assert picture_layer("hevc", START_CODE + bytes([0 << 1, 3]), 0) == (2, True), "TRAIL_N of the third temporal layer"
-    assert picture_layer("hevc", START_CODE + bytes([1 << 1, 3]), 0) == (2, False), "TRAIL_R of the third temporal layer"
-    assert picture_layer("hevc", START_CODE + bytes([0 << 1, 8 | 1]), 0) == (0, False), "another layer than the base"
-    assert picture_layer("vp9", free, 0) == (0, False)
-    assert picture_layer("h264", b"", 4) == (0, False)
+    assert picture_layer("h264", START_CODE + free, 0) == (0, True, False)
+    assert picture_layer("h264", START_CODE + free + START_CODE + referred, 0) == (0, False, False)
+    assert picture_layer("h264", START_CODE + sets + START_CODE + free, 0) == (0, False, True)
+    assert picture_layer("hevc", START_CODE + bytes([0 << 1, 3]), 0) == (2, True, False), "TRAIL_N of the third temporal layer"
+    assert picture_layer("hevc", START_CODE + bytes([1 << 1, 3]), 0) == (2, False, False), "TRAIL_R of the third temporal layer"
+    assert picture_layer("hevc", START_CODE + bytes([0 << 1, 8 | 1]), 0) == (0, False, False), "another layer than the base"
+    assert picture_layer("vp9", free, 0) == (0, False, False)
+    assert picture_layer("h264", b"", 4) == (0, False, False)
 
 
 @pytest.mark.parametrize(("name", "width", "height"), [("vp9", 320, 240), ("vp9_odd", 175, 143)])
@@ -240,3 +242,45 @@ def test_vp9_frames_that_state_a_size_of_their_own() -> None:
     intra = (*head, (1, 1), (0, 1), (0, 1), (1, 1), (0, 2), (0x498342, 24), (255, 8))
     assert sequences("vp9", bits(*intra, *size), 0) == stated
     assert sequences("vp9", bits((2, 2), (0, 2), (1, 1), (3, 3)), 0) == set(), "a frame shown again"
+
+
+@pytest.mark.parametrize("name", ["h264", "hevc"])
+def test_parameter_sets_stay_in_force_until_one_of_their_number_comes(name: str, clips: dict[str, Path]) -> None:
+    codec, extradata, _ = packets_of(clips[name])
+    first = ParameterSets(codec, extradata).in_force()
+    assert first.count(START_CODE) == (2 if codec == "h264" else 3)
+    known = ParameterSets(codec, b"")
+    assert known.in_force() == b""
+    units = [START_CODE + unit for unit in first.split(START_CODE)[1:]]
+    for unit in reversed(units):
+        known.see(unit + b"\x00" + START_CODE, 0)  # a zero before a start code belongs to that
+    assert known.in_force() == first, "each behind those that it refers to, whenever it came"
+    longer = units[-1] + b"\x55"
+    known.see(longer, 0)
+    assert known.in_force() == b"".join(units[:-1]) + longer
+    known.see(units[-1][:5] + b"\x00\x00", 0)
+    known.see(b"rubbish", 4)
+    assert known.in_force() == b"".join(units[:-1]) + longer, "damaged ones say nothing"
+
+
+def test_a_sequence_parameter_set_of_hevc_with_sub_layers_has_its_number_behind_them() -> None:
+    general, sub_layer = "0" * 88, "1" * 88 + "0" * 8
+
+    def unit(number_bits: str) -> bytes:
+        bits = "0000" + "001" + "1" + general + "0" * 8 + "11" + "00" * 7 + sub_layer + number_bits + "1"
+        return START_CODE + b"\x42\x01" + int(bits.ljust(-(-len(bits) // 8) * 8, "0"), 2).to_bytes(-(-len(bits) // 8), "big")
+
+    sets = ParameterSets("hevc", b"")
+    sets.see(unit("1") + unit("010"), 0)
+    assert sets.in_force().count(START_CODE) == 2
+    sets.see(unit("1"), 0)
+    assert sets.in_force().count(START_CODE) == 2
+
+
+def test_length_fields_and_start_codes_turn_into_each_other() -> None:
+    stream = START_CODE + b"\x67abc" + START_CODE + b"\x68d"
+    for size in (1, 2, 4):
+        fields = from_annexb(stream, size)
+        assert fields == (4).to_bytes(size, "big") + b"\x67abc" + (2).to_bytes(size, "big") + b"\x68d"
+        assert to_annexb(fields, size) == stream
+    assert from_annexb(stream, 0) == stream

@@ -14,7 +14,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from clips import frame_number, write_clip
+from clips import frame_number, write_changing_sets, write_clip
 
 from gpupipe.data import index as indices
 from gpupipe.data.decode import choose, cpu
@@ -100,6 +100,16 @@ def test_frames_tell_their_own_number(name: str, clips: dict[str, Path]) -> None
     index = check_random_access(clips[name], trials=3)
     wanted = [59, 0, 31, 30, 29, 30]
     assert [frame_number(plane) for plane in read(index, wanted).y] == wanted
+
+
+@pytest.mark.parametrize("codec", ["libx264", "libx265"])
+def test_parameter_sets_that_come_once_amid_the_stream(codec: str, tmp_path: Path) -> None:
+    index = check_random_access(write_changing_sets(tmp_path, codec), trials=8)
+    assert len(index.in_force) == 2
+    assert index.info.uniform
+    for start in np.flatnonzero(index.start):  # each start by itself, by a decoder that has seen nothing else
+        frame = int(np.flatnonzero(index.display == start)[0])
+        assert frame_number(read(index, [frame]).y[0]) == frame % 40
 
 
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}

@@ -18,6 +18,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from clips import write_changing_sets
 
 from gpupipe.data import index as indices
 from gpupipe.data.decode import cpu, nvdec
@@ -171,6 +172,13 @@ def test_made_clips(name: str, clips: dict[str, Path], made: list[Decoder]) -> N
     assert_exact(hardware, index, list(range(40, 56)))
     assert_exact(hardware, index, list(range(0, 60, 7)))
     assert len(made) == 1, "one decoder serves all plans of a video"
+
+
+def test_parameter_sets_that_come_once_amid_the_stream(tmp_path: Path, made: list[Decoder]) -> None:
+    index, hardware = indices.load(str(write_changing_sets(tmp_path))), decoder()
+    for frame in (75, 5, 55, 35, 45):
+        assert_exact(hardware, index, [frame, frame + 1])
+    assert_exact(decoder(), index, [72])
 
 
 TRICKY = [

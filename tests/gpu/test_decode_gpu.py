@@ -46,6 +46,12 @@ def test_planes_of_made_clips_equal_software(clips: dict[str, Path], name: str) 
     assert_same_planes(clips[name], decoder="nvdec")
 
 
+def test_parameter_sets_that_come_once_amid_the_stream(tmp_path: Path) -> None:
+    from clips import write_changing_sets
+
+    assert_same_planes(write_changing_sets(tmp_path), decoder="nvdec")
+
+
 @pytest.mark.parametrize("name", TRICKY)
 def test_planes_of_tricky_files_equal_software(tricky: Path, name: str) -> None:
     assert_same_planes(tricky / name, decoder="nvdec")

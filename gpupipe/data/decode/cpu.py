@@ -10,6 +10,7 @@ import torch
 from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
+from gpupipe.data.scan.bitstream.nal import from_annexb
 from gpupipe.data.scan.demux import decoded, open_video, software_name
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import DecodeError
@@ -38,9 +39,12 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
     with PacketFeed(index) as feed:
         for run in plan.passes:
             context = _context(index)
+            sets, are_others = index.sets_at(run.first)
+            head = from_annexb(sets, index.length_size) if are_others else b""  # the first ones are in the context already
             for number, data in feed.packets(run):
                 if stop():
                     raise Stopped
+                data, head = head + data, b""
                 packet = av.Packet(len(data))  # a packet of FFmpeg's own has the padding that decoders read into
                 packet.update(data)
                 packet.pts = packet.dts = number

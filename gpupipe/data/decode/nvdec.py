@@ -15,7 +15,7 @@ from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.decode.surface import FrameStore
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Pass, Plan
-from gpupipe.data.scan.bitstream.nal import parameter_sets, to_annexb
+from gpupipe.data.scan.bitstream.nal import to_annexb
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.device.driver import drop_contexts
 from gpupipe.device.inventory import load, nvdec_codec
@@ -160,8 +160,8 @@ class NvdecDecoder:
 
     def _byte_stream(self, index: VideoIndex, feed: PacketFeed, run: Pass) -> Iterator[bytes]:
         """Each packet of a run as NVDEC's parser wants it, the first one behind the parameter sets."""
-        codec, length_size = index.info.codec, index.length_size
-        head = parameter_sets(codec, index.extradata) if codec in _BYTE_STREAMS else b""
+        length_size = index.length_size
+        head, _ = index.sets_at(run.first)
         for number, data in feed.packets(run):
             try:
                 yield to_annexb(data, length_size, head)

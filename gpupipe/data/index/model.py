@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
+from bisect import bisect_right
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpupipe.data.bytes import Identity
-from gpupipe.data.scan.record import CHECKSUM_BYTES, MAGIC
+from gpupipe.data.scan.record import CHECKSUM_BYTES, FAMILY, MAGIC
 from gpupipe.types import VideoInfo
 
 Int64s = NDArray[np.int64]
@@ -38,6 +39,7 @@ class VideoIndex:
         display: (F,) the packet that yields each frame, in display order.
         extradata: the codec's configuration as the container holds it.
         length_size: bytes of NAL length fields; 0 for Annex B streams and other codecs.
+        in_force: (first packet, the parameter sets in force from there on, in Annex B form), ascending from packet 0.
     """
 
     identity: Identity
@@ -52,16 +54,19 @@ class VideoIndex:
     display: Int64s
     extradata: bytes = field(repr=False)
     length_size: int
+    in_force: tuple[tuple[int, bytes], ...] = field(repr=False)
 
     @classmethod
     def parse(cls, record: bytes, identity: Identity) -> Self | None:
-        """The index that a record holds; None when the record is of another version of the file.
+        """The index that a record holds; None when the record is of another version of the file or of this form.
 
         Raises:
             ValueError, KeyError, TypeError: when the record is damaged.
         """
         if not record.startswith(MAGIC):
-            raise ValueError("wrong magic or version")
+            if record.startswith(FAMILY):
+                return None
+            raise ValueError("no index record")
         body = memoryview(record)[:-CHECKSUM_BYTES]
         if zlib.crc32(body) != int.from_bytes(record[-CHECKSUM_BYTES:], "little"):
             raise ValueError("wrong checksum")
@@ -79,7 +84,9 @@ class VideoIndex:
         fractions = {name: Fraction(facts[name]) for name in ("time_base", "pixel_aspect")}
         info = VideoInfo(**{**facts, **fractions})
         extradata = base64.b64decode(header["extradata"])
-        return cls(identity, info, header["stream"], extradata=extradata, length_size=header["length_size"], **arrays)
+        in_force = tuple((packet, base64.b64decode(sets)) for packet, sets in header["in_force"])
+        others = {"extradata": extradata, "length_size": header["length_size"], "in_force": in_force}
+        return cls(identity, info, header["stream"], **others, **arrays)
 
     @property
     def mapped(self) -> bool:
@@ -125,6 +132,11 @@ class VideoIndex:
     def keyframes(self) -> Int64s:
         """Display positions of the frames at which a decode may start, ascending."""
         return np.flatnonzero(self.start[self.display])
+
+    def sets_at(self, packet: int) -> tuple[bytes, bool]:
+        """(the parameter sets in force at a packet, in Annex B form; whether they are others than at the first packet)."""
+        place = bisect_right(self.in_force, packet, key=lambda change: change[0]) - 1
+        return self.in_force[place][1], place > 0
 
     def at(self, seconds: float) -> int:
         """Display position of the frame on show at a time: the last one with a time at or before it, else the first."""

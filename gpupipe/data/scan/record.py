@@ -19,7 +19,8 @@ from typing import Any
 from gpupipe.data.scan.scan import Scan
 from gpupipe.errors import OpenError
 
-MAGIC = b"gpupipe-index-1\n"
+FAMILY = b"gpupipe-index-"
+MAGIC = FAMILY + b"2\n"
 CHECKSUM_BYTES = 4
 _INT32 = range(-(1 << 31), 1 << 31)
 _BYTE_ORDER = "<" if sys.byteorder == "little" else ">"
@@ -55,6 +56,7 @@ def record(found: Scan) -> bytes:
         "stream": found.stream,
         "extradata": base64.b64encode(found.extradata).decode(),
         "length_size": found.length_size,
+        "in_force": [(packet, base64.b64encode(sets).decode()) for packet, sets in found.in_force],
         "arrays": {name: (dtype, count) for name, (dtype, count, _) in arrays.items()},
     }
     text = json.dumps(header).encode()

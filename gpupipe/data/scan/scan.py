@@ -12,6 +12,7 @@ from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.scan.bitstream.nal import nal_length_size
 from gpupipe.data.scan.bitstream.reference import picture_layer
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
+from gpupipe.data.scan.bitstream.sets import ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
 from gpupipe.data.scan.demux import decoded, open_video, whole_packets
 from gpupipe.data.stop import Stop, Stopped, never
@@ -74,6 +75,8 @@ class Scan:
     packets: PacketRows
     display: list[int] | None
     """The packets that yield frames, in the order of showing, where times do not tell; None where they do."""
+    in_force: list[tuple[int, bytes]]
+    """(first packet, the parameter sets in force from there on, in Annex B form), ascending from packet 0."""
     container: str
     codec: str
     pix_fmt: str
@@ -123,6 +126,8 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
     offset = _DATA_AFTER_POS.get(container.format.name, 0)
     rows, faults = PacketRows(), list[str]()
     kinds, uniform = sequences_of_extradata(codec, extradata), True
+    sets = ParameterSets(codec, extradata)
+    in_force = [(0, sets.in_force())]
     first: Any = None
     with LocalFile(identity.path) as file:
         window = _Window(file)
@@ -138,7 +143,11 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.key.append(packet.is_keyframe)
             rows.start.append(packet.is_keyframe and is_start_point(codec, data, length_size))
             rows.shown.append(not packet.is_discard)
-            layer, unreferenced = picture_layer(codec, data, length_size)
+            layer, unreferenced, has_sets = picture_layer(codec, data, length_size)
+            if has_sets:
+                sets.see(data, length_size)
+                if sets.in_force() != in_force[-1][1]:
+                    in_force.append((len(rows.size) - 1, sets.in_force()))
             rows.layer.append(layer)
             rows.unreferenced.append(unreferenced)
             if packet.is_keyframe or codec == "vp9":  # VP9 may change its size at any frame
@@ -165,6 +174,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
         length_size,
         rows,
         None if told else _display_by_decoding(path, stop),
+        in_force,
         container=container.format.name,
         codec=codec,
         pix_fmt=source.format.name,

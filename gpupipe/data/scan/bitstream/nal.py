@@ -73,6 +73,19 @@ def to_annexb(packet: bytes, length_size: int, head: bytes = b"") -> bytes:
     return head + b"".join(START_CODE + packet[start:end] for start, end in units(packet, length_size))
 
 
+def from_annexb(stream: bytes, length_size: int) -> bytes:
+    """NAL units in Annex B form with their start codes turned into length fields; as they are for ``length_size`` 0."""
+    if length_size == 0:
+        return stream
+    return b"".join((end - start).to_bytes(length_size, "big") + stream[start:end] for start, end in _annexb_units(stream))
+
+
+def _annexb_units(stream: bytes) -> Iterator[tuple[int, int]]:
+    """(start, end) of each NAL unit, without the zeros that lead up to the next start code."""
+    for start, end in units(stream, 0):
+        yield start, start + len(stream[start:end].rstrip(b"\x00"))
+
+
 def units(packet: bytes, length_size: int) -> Iterator[tuple[int, int]]:
     """(start, end) of each NAL unit in a packet, length-prefixed or in Annex B form (``length_size`` 0).
 

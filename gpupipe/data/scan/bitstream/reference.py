@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from gpupipe.data.scan.bitstream.nal import units
+from gpupipe.data.scan.bitstream.sets import is_parameter_set
 
 _H264_SLICES = range(1, 6)
 _H264_HARMLESS = frozenset({6, 9, 12})
@@ -11,8 +12,8 @@ _HEVC_HARMLESS = frozenset({35, 38, 39, 40})
 """Access unit delimiter, filler data, prefix and suffix SEI."""
 
 
-def picture_layer(codec: str, packet: bytes, length_size: int) -> tuple[int, bool]:
-    """(temporal layer of a packet's picture, whether no picture of its own layer refers to it).
+def picture_layer(codec: str, packet: bytes, length_size: int) -> tuple[int, bool, bool]:
+    """(temporal layer of a packet's picture, whether no picture of its own layer refers to it, whether it has parameter sets).
 
     H.264: unreferenced when every slice has ``nal_ref_idc`` 0 (H.264 clause 7.4.1); there are no layers, so it is 0. HEVC:
     unreferenced when every slice is of a sub-layer non-reference picture (an even NAL type below 16, H.265 table 7-1) of layer
@@ -20,9 +21,9 @@ def picture_layer(codec: str, packet: bytes, length_size: int) -> tuple[int, boo
     out. A packet that carries anything else that lasts, such as parameter sets, counts as referred to; so does every picture of
     another codec.
     """
-    layer, slices, lasting = 0, 0, False
+    layer, slices, lasting, sets = 0, 0, False, False
     if codec not in ("h264", "hevc"):
-        return 0, False
+        return 0, False, False
     try:
         for start, end in units(packet, length_size):
             if start == end:
@@ -34,6 +35,7 @@ def picture_layer(codec: str, packet: bytes, length_size: int) -> tuple[int, boo
                     lasting = lasting or bool(packet[start] >> 5 & 3)
                 else:
                     lasting = lasting or kind not in _H264_HARMLESS
+                    sets = sets or is_parameter_set(codec, packet[start])
             else:
                 kind = packet[start] >> 1 & 63
                 if kind < 32:
@@ -43,6 +45,7 @@ def picture_layer(codec: str, packet: bytes, length_size: int) -> tuple[int, boo
                     layer = max(layer, (packet[start + 1] & 7) - 1)
                 else:
                     lasting = lasting or kind not in _HEVC_HARMLESS
+                    sets = sets or is_parameter_set(codec, packet[start])
     except (ValueError, IndexError):
-        return layer, False
-    return layer, slices > 0 and not lasting
+        return layer, False, sets
+    return layer, slices > 0 and not lasting, sets
