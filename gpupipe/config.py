@@ -22,7 +22,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 class StageConfig(BaseModel):
     """Base of all stage configurations: frozen, strict about names, clear about errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
@@ -70,11 +70,13 @@ def _names_only(values: dict[Any, Any], where: str) -> dict[str, Any]:
 def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
     """Turns pydantic's report into one sentence a field, with the nearest name for an unknown key."""
     problems = []
+    fix = None
     for item in error.errors():
         where = ".".join(str(part) for part in item["loc"]) or model.__name__
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):  # a nested stage has already explained itself
             problems.append(cause.message)
+            fix = fix or cause.fix
         elif item["type"] == "extra_forbidden":
             close = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
             hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(model.model_fields)}"
@@ -84,7 +86,20 @@ def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
             given = "" if item["type"] == "missing" or whole else f" (got {item['input']!r})"
             name = model.__name__ if where == model.__name__ else f"{model.__name__}.{where}"
             problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{given}")
-    return ConfigError("; ".join(problems), fix=f"help(gpupipe.config.{model.__name__}) tells each field and its range")
+    return ConfigError("; ".join(problems), fix=fix or _meaning(model, error.errors()[0]["loc"]))
+
+
+def _meaning(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
+    """What the field at a place of a model is for; for a place that is no field, which fields there are."""
+    for part in place:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            break
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+        elif field.description:
+            return f"{part}: {' '.join(field.description.replace('``', '`').split())}"
+    return f"{model.__name__} has {', '.join(model.model_fields)}"
 
 
 class SourceConfig(StageConfig):
@@ -155,6 +170,11 @@ class TransformConfig(StageConfig):
     BT.601."""
     untagged_range: Literal["limited", "full"] = "limited"
     """Sample range of streams that do not state one."""
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _torch_dtype(cls, value: Any) -> Any:
+        return str(value).removeprefix("torch.")
 
     @field_validator("size", mode="before")
     @classmethod
@@ -234,6 +254,25 @@ class LoaderConfig(StageConfig):
     def _batch_of_size(cls, value: Any) -> Any:
         size = None if isinstance(value, bool) else _whole(value)
         return value if size is None else {"size": size}
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _one_column(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else value
+
+    def override(self, values: dict[str, Any]) -> Self:
+        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest.
+
+        Raises:
+            ConfigError: for an unknown field or a value outside its range.
+        """
+        merged = dict(values)
+        for name, value in values.items():
+            stage = getattr(self, name, None)
+            part = self._batch_of_size(value) if name == "batch" else value
+            if isinstance(stage, StageConfig) and isinstance(part, dict):
+                merged[name] = {field: getattr(stage, field) for field in stage.model_fields_set} | part
+        return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 
     @model_validator(mode="after")
     def _rank_exists(self) -> Self:

@@ -241,7 +241,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         try:
             return self._tensors[key]
         except KeyError:
-            raise KeyError(f"{key!r}: this batch has {', '.join(self._tensors)}") from None
+            where = f" (the text of {key!r} is in batch.text[{key!r}])" if key in self.text else ""
+            raise KeyError(f"{key!r}: this batch has {', '.join(self._tensors)}{where}") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -181,3 +181,33 @@ def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
     for name in ("nowhere.yaml", "no\0where.yaml"):
         with pytest.raises(ConfigError, match=r"cannot read the configuration .*where\.yaml"):
             LoaderConfig.from_yaml(tmp_path / name)
+
+
+def test_arguments_override_single_fields_of_a_configuration(tmp_path: Path) -> None:
+    """What a file says of a stage stays, but for the fields that the call names."""
+    file = tmp_path / "loader.yaml"
+    file.write_text("transform: {hflip: 0.0, crop: center, size: 96}\nbatch: {size: 4, drop_last: false}\nseed: 3\n")
+    base = LoaderConfig.parse(file)
+    ours = base.override({"transform": {"size": 64}, "batch": 2, "columns": "caption"})
+    assert (ours.transform.size, ours.transform.crop, ours.transform.hflip) == ((64, 64), "center", 0.0)
+    assert (ours.batch.size, ours.batch.drop_last, ours.seed, ours.columns) == (2, False, 3, ("caption",))
+    assert base.override({"transform": TransformConfig(size=32)}).transform == TransformConfig(size=32), "a model is whole"
+    with pytest.raises(ConfigError, match="unknown key 'sise'"):
+        base.override({"transform": {"sise": 1}})
+    with pytest.raises(ConfigError, match="unknown key 'colums'"):
+        base.override({"colums": ()})
+
+
+def test_an_error_says_what_the_field_is_for() -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig(transform={"ratio": 3})
+    assert "aspect ratio" in (caught.value.fix or "")
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig(clip={"frame": 3})
+    assert "ClipConfig has frames, stride" in (caught.value.fix or "")
+
+
+def test_torch_dtypes_are_names_too() -> None:
+    import torch
+
+    assert TransformConfig(dtype=torch.float16).dtype == "float16"  # type: ignore[arg-type]

@@ -39,7 +39,21 @@ def table(path: Path, *lines: str) -> Path:
 
 def test_a_file_is_one_entry_under_its_own_name(tree: Path) -> None:
     assert collect(str(tree / "top.webm"), CONFIG) == [Entry(str(tree / "top.webm"))]
-    assert collect(tree / "a/notes.txt", CONFIG) == [Entry(str(tree / "a/notes.txt"))], "a file that is named is taken"
+    odd = tree / "top.clip"
+    odd.touch()
+    assert collect(odd, CONFIG) == [Entry(str(odd))], "a file that is named is taken"
+    with pytest.raises(SourceError, match=r"notes\.txt is neither a video nor a table"):
+        collect(tree / "a/notes.txt", CONFIG)
+
+
+def test_a_label_that_is_no_number_is_named_with_its_row() -> None:
+    rows = [Entry("1.mp4", {"label": "1"}), Entry("2.mp4", {"label": ""}), Entry("3.mp4", {"label": "3"})]
+    with pytest.raises(SourceError, match=r"2\.mp4 has ''"):
+        column_kinds(rows, [])
+    with pytest.raises(SourceError, match=r"2\.mp4 has 'cat'"):
+        column_kinds([Entry("1.mp4", {"label": 1}), Entry("2.mp4", {"label": "cat"})], [])
+    with pytest.raises(SourceError, match=r"2\.mp4 has 1267650600228229401496703205376"):
+        column_kinds([Entry("1.mp4", {"label": 1}), Entry("2.mp4", {"label": 2**100})], [])
 
 
 def test_a_folder_is_searched_in_a_fixed_order(tree: Path) -> None:
@@ -206,8 +220,8 @@ def test_labels_by_folder_number_the_sorted_names(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "asked", "says"),
     [
-        ([{"label": "cat"}], [], "'label' is text"),
-        ([{"label": 1}, {"label": 2**63}], [], "beyond 64 bits: b.mp4 has 9223372036854775808"),
+        ([{"label": "cat"}], [], "a label is a number of at most 64 bits: a.mp4 has 'cat'"),
+        ([{"label": 1}, {"label": 2**63}], [], "at most 64 bits: b.mp4 has 9223372036854775808"),
         ([{"label": 1}, {}], [], "b.mp4 has no value in column 'label' (its columns: none)"),
         ([{"a": 1}, {"a": None}], ["a"], "b.mp4 has no value in column 'a' (its columns: a)"),
         ([{}, {}], ["fps"], "a.mp4 has no value in column 'fps'"),

@@ -137,7 +137,7 @@ def _say_report(report: dict[str, Any]) -> None:
     waits = f"p50 {1000 * m['wait_p50_seconds']:.1f} ms, p99 {1000 * m['wait_p99_seconds']:.1f} ms"
     packets = m["packets_per_frame"]
     say_facts([
-        ("videos", f"{report['videos']}, {m['epochs']} passes begun"),
+        ("videos", f"{report['videos']}, {m['clips'] / report['videos']:.1f} clips of each on average"),
         ("device", report["device"]),
         ("decoders", ", ".join(f"{name} {count} clips" for name, count in m["decoders"].items())),
         ("clips/s", f"{m['clips_per_s']:.1f}  ({m['clips']} clips in {m['seconds']:.2f} s)"),

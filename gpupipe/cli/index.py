@@ -79,12 +79,13 @@ def command(
 ) -> None:
     """Make the indices of a whole set of videos.
 
-    A loader makes them by itself when it first meets a video; this does it ahead, and names the files that cannot be used.
+    A loader makes them by itself when it first meets a video; this does it ahead, and names the files that cannot be used; the
+    exit status is 1 when there are any.
     """
     report = index(IndexConfig(videos=tuple(videos), processes=processes))
     if as_json:
         emit_json(report)
-        return
+        raise typer.Exit(1 if report["bad_files"] else 0)
     say_facts([
         ("videos", f"{report['videos']}, {report['video_seconds'] / 3600:.2f} hours, {size_text(report['size_bytes'])}"),
         ("frames", report["frames"]),
@@ -96,3 +97,5 @@ def command(
             say(f"\n{len(files)} {title}:")
             for path, why in files.items():
                 say(f"  {path}: {why.splitlines()[0]}")
+    if report["bad_files"]:
+        raise typer.Exit(1)

@@ -44,7 +44,8 @@ class VideoLoader:
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: fixes the order and every random choice.
-        config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them; the other arguments override it.
+        config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
+            dict for a stage changes the fields that it names, a model takes the whole stage's place.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``source``, ``shuffle``, ``columns``,
             ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the environment).
 
@@ -69,8 +70,7 @@ class VideoLoader:
         named: dict[str, Any] = {"clip": clip, "transform": transform, "batch": batch, "seed": seed}
         named["device"] = None if device is None else str(device)
         base = LoaderConfig.parse(config)
-        overrides = {name: value for name, value in named.items() if value is not None} | fields
-        settings = LoaderConfig(**{name: getattr(base, name) for name in LoaderConfig.model_fields} | overrides)
+        settings = base.override({name: value for name, value in named.items() if value is not None} | fields)
         rank, world_size = _place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)

@@ -115,7 +115,7 @@ class VideoReader:
         for time in times:
             if not start - 1e-9 <= time < end:
                 raise SampleError(
-                    f"{self.info.path} shows nothing at {time} s: it runs from {start:.3f} s to {end:.3f} s",
+                    f"{self.info.path} shows nothing at {time} s: its frames are shown from {start:.3f} to before {end:.3f} s",
                     fix="ask for a time inside the video",
                     path=self.info.path,
                 )
@@ -154,11 +154,14 @@ class VideoReader:
 
     def _positions(self, wanted: Iterable[int]) -> list[int]:
         length = len(self)
-        if not isinstance(wanted, Iterable):
-            raise SampleError(f"frames are asked for by a list of positions, got {wanted!r}", fix=f"write [{wanted!r}]")
+        if not isinstance(wanted, Iterable) or isinstance(wanted, str):
+            raise SampleError(f"frames are asked for by a list of positions, got {wanted!r}", fix="write [0, 1] or range(2)")
         positions = []
         for item in wanted:
-            position = operator.index(item)
+            try:
+                position = operator.index(item)
+            except TypeError:
+                raise SampleError(f"{item!r} is no frame position", fix="use whole numbers; frames_at() takes times") from None
             if not -length <= position < length:
                 raise SampleError(
                     f"{self.info.path} has no frame {position}: it has frames 0 to {length - 1}",

@@ -54,7 +54,7 @@ class VideoIndex:
     display: Int64s
     extradata: bytes = field(repr=False)
     length_size: int
-    in_force: tuple[tuple[int, bytes], ...] = field(repr=False)
+    in_force: tuple[tuple[int, bytes], ...] = field(default=((0, b""),), repr=False)
 
     @classmethod
     def parse(cls, record: bytes, identity: Identity) -> Self | None:

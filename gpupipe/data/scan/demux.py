@@ -29,9 +29,10 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
         container = av.open(path, options=_WITHOUT_PICTURES if _tells_all(path) else {})
     except (av.error.FFmpegError, OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise OpenError(
-            f"{path} cannot be opened as a video: {reason}", fix="is the file whole, and a video?", path=path
-        ) from error
+        fix = "is the file whole, and a video?"
+        if _tells_all(path):
+            fix = "is the file whole? An MP4 that was cut, or is still being written, often lacks the index at its end"
+        raise OpenError(f"{path} cannot be opened as a video: {reason}", fix=fix, path=path) from error
     stream = cast("VideoStream | None", container.streams.best("video"))
     if stream is None or stream.codec_context is None:
         container.close()

@@ -18,6 +18,10 @@ Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
 """A file, folder, glob pattern or table (.csv, .jsonl); a row (a mapping with path and columns); or a list of these."""
 
 
+_NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".xlsx", ".npy", ".pkl")
+"""Endings of files that people keep lists in."""
+
+
 def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
     """Lists the videos in a fixed order: as given, folders and globs sorted by path.
 
@@ -49,6 +53,11 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if os.path.isdir(path):
         return _folder(path, config)
     if os.path.isfile(path):
+        if path.lower().endswith(_NO_VIDEOS):
+            raise SourceError(
+                f"{path} is neither a video nor a table that gpupipe reads",
+                fix=f"make it a {' or '.join(TABLES)} table with a column {config.path_column!r}, or pass a list of paths",
+            )
         return read_table(path, config.path_column) if path.lower().endswith(TABLES) else [Entry(path)]
     if glob.has_magic(path):
         found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -33,12 +33,20 @@ def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
         wanted.insert(0, "label")
     kinds = {name: _kind(entries, name) for name in wanted}
     if kinds.get("label") == "text":
-        odd = next(entry for entry in entries if _kind([entry], "label") == "text")
+        odd = next((entry for entry in entries if not _reads_as_number(entry.columns["label"])), entries[0])
         raise SourceError(
-            f"column 'label' is text, or beyond 64 bits: {odd.path} has {odd.columns['label']!r}",
-            fix="number the classes, or ask for the text under another column name",
+            f"a label is a number of at most 64 bits: {odd.path} has {odd.columns['label']!r}",
+            fix="number the classes; text goes into another column, say columns=['caption'], and comes out in batch.text",
         )
     return kinds
+
+
+def _reads_as_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return not isinstance(value, numbers.Integral) or -(2**63) <= int(value) < 2**63
 
 
 def _kind(entries: list[Entry], name: str) -> Kind:
