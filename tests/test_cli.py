@@ -242,6 +242,15 @@ def test_index_makes_what_is_missing_and_names_what_is_bad(clips: dict[str, Path
     assert again["videos"] == 3
 
 
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_index_fails_when_files_cannot_be_used(form: list[str], folder: Path, run: Any) -> None:
+    assert run("index", folder, *form).code == 0
+    (folder / "bad.mp4").write_bytes(b"no video")
+    found = run("index", folder, *form)
+    assert found.code == 1
+    assert "bad.mp4" in found.out
+
+
 def test_leaving_fill_early_ends_its_processes(clips: dict[str, Path], fresh_cache: Path) -> None:
     outcomes = fill([str(path) for path in clips.values()], 2)
     next(outcomes)
