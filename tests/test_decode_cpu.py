@@ -112,6 +112,24 @@ def test_parameter_sets_that_come_once_amid_the_stream(codec: str, tmp_path: Pat
         assert frame_number(read(index, [frame]).y[0]) == frame % 40
 
 
+@pytest.mark.parametrize(
+    ("codec", "container", "pix_fmt"),
+    [
+        ("qtrle", "mov", "rgb24"),
+        ("utvideo", "avi", "yuv420p"),
+        ("huffyuv", "avi", "yuv422p"),
+        ("rawvideo", "avi", "yuv420p"),
+        ("prores", "mov", "yuv422p10le"),
+        ("wmv2", "avi", "yuv420p"),
+        ("ffv1", "mkv", "yuv420p"),
+        ("mjpeg", "mov", "yuvj420p"),
+    ],
+)
+def test_codecs_that_need_what_the_container_says(codec: str, container: str, pix_fmt: str, tmp_path: Path) -> None:
+    path = write_clip(tmp_path / f"clip.{container}", codec, frames=24, gop=12, bframes=0, pix_fmt=pix_fmt)
+    check_random_access(path, trials=3)
+
+
 FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
 
 

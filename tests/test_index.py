@@ -288,8 +288,9 @@ def test_a_cache_that_cannot_be_written_is_told_once(
 ) -> None:
     (tmp_path / "plain").touch()
     monkeypatch.setenv("GPUPIPE_CACHE", str(tmp_path / "plain"))
-    for _ in range(2):
-        load_anew(video, monkeypatch)
+    other = Path(shutil.copy(video, tmp_path / "other.mp4"))
+    for path in (video, other, video):
+        load_anew(path, monkeypatch)
     told = [record for record in caplog.records if "plain" in record.getMessage() and record.levelno == logging.WARNING]
     assert len(told) == 1
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from gpupipe.data import index
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index.ahead import IndexAhead
+from gpupipe.data.index.fill import fill
 from gpupipe.data.scan import store
 from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.errors import OpenError
@@ -155,3 +157,52 @@ def test_what_lies_far_ahead_is_not_waited_for(videos: list[str], monkeypatch: p
     ahead.abandon()
     for thread in ahead.threads:
         thread.join(5)
+
+
+def test_a_process_does_not_import_what_lies_in_the_working_directory(
+    videos: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "base64.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    process = ScanProcess()
+    assert process.start()
+    assert process.make(Identity.of(videos[0]))[1] == ""
+    process.close()
+
+
+def test_a_process_that_is_ended_leaves_no_part_of_a_file(videos: list[str], fresh_cache: Path) -> None:
+    for round_number in range(12):
+        ahead = IndexAhead(videos, workers=2)
+        ahead.wait_for(videos[0])
+        time.sleep(0.001 * round_number)
+        ahead.abandon()
+        for thread in ahead.threads:
+            thread.join(5)
+        assert not list(fresh_cache.rglob("*.part"))
+        for file in fresh_cache.rglob("*.gpx"):
+            file.unlink()
+        index._indices.clear()
+
+
+def test_a_process_that_never_gets_ready_is_not_waited_for(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpupipe.data.index.ahead._PATIENCE_SECONDS", 0.2)
+    waiting = threading.Event()
+    monkeypatch.setattr(ScanProcess, "start", lambda _: waiting.wait(20) and False)
+    ahead = IndexAhead(videos, workers=1)
+    begin = time.monotonic()
+    ahead.wait_for(videos[0])
+    assert time.monotonic() - begin < 10
+    assert index.load(videos[0]).info.frames == 60
+    waiting.set()
+    ahead.abandon()
+    for thread in ahead.threads:
+        thread.join(5)
+
+
+def test_a_whole_set_is_indexed_without_processes_too(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("gpupipe.data.scan.worker.subprocess.Popen", refused)
+    outcomes = dict(fill(videos, 2))
+    assert [isinstance(outcomes[path], OpenError) for path in videos] == [False, True, False, False]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import defaultdict
 from types import SimpleNamespace
 
@@ -26,6 +27,7 @@ class FakeLane:
         self.store = SimpleNamespace(clear=self._clear)
         self.cleared = self.closed = 0
         self.failures = 0
+        self.process = os.getpid()
 
     def _clear(self) -> None:
         self.cleared += 1
@@ -47,6 +49,7 @@ class FakeLane:
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lanes, "Lane", FakeLane)
     monkeypatch.setattr(lanes, "_idle", defaultdict(lanes.deque))
+    monkeypatch.setattr(lanes, "_parents", [])
 
 
 def make_engine(device: torch.device = FIRST) -> DecodeEngine:
@@ -117,6 +120,20 @@ def test_idle_decoders_make_room_for_a_decode(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DeviceMemoryError):  # nothing idle is left, so that a second try would be in vain
         one.decode(index, plan)  # type: ignore[arg-type]
     assert mine.failures == 0  # type: ignore[attr-defined]
+
+
+def test_a_forked_child_leaves_its_parents_lanes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    idle, lent = take(FIRST), take(FIRST)
+    give_back(idle)
+    child = os.fork()
+    if child == 0:
+        give_back(lent)
+        own = take(FIRST)
+        freed = free_decoders()
+        fine = own not in (idle, lent) and freed == 0 and not idle.closed and not lent.closed  # type: ignore[attr-defined]
+        os._exit(0 if fine else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert take(FIRST) is idle
 
 
 def test_the_cpu_has_no_lane() -> None:

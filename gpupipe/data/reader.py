@@ -173,7 +173,8 @@ class VideoReader:
 
     def close(self) -> None:
         """Leaves the decoder to the next reader or loader (see :func:`gpupipe.free_decoders`); a later read takes one anew."""
-        self._engine.close()
+        with self._reading:
+            self._engine.close()
 
     def __enter__(self) -> Self:
         return self

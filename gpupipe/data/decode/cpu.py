@@ -19,6 +19,8 @@ from gpupipe.types import PlaneFormat, Planes
 if TYPE_CHECKING:
     from av.video.frame import VideoFrame
 
+_SELF_CONTAINED = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg1video", "mpeg2video", "mpeg4", "mjpeg", "png", "ffv1")
+"""Codecs whose stream and extradata say all; others need what only the container has, such as a tag or the bits of a pixel."""
 _SUBSAMPLING = {"420": (2, 2), "422": (2, 1), "444": (1, 1)}
 
 
@@ -57,13 +59,17 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
 def _context(index: VideoIndex) -> Any:
     import av
 
-    if not index.mapped:  # the demuxer may have told the codec more than its extradata: take over what it knows
+    extradata: bytes | None = index.extradata
+    tag = None
+    if not index.mapped or index.info.codec not in _SELF_CONTAINED:  # the demuxer may tell the codec more than its extradata
         container, stream = open_video(index.identity.path)
         with container:
+            if index.info.codec not in _SELF_CONTAINED:
+                context: Any = stream.codec_context
+                context.thread_count = 1
+                return context
             extradata, tag = stream.codec_context.extradata, stream.codec_context.codec_tag
-    else:
-        extradata, tag = index.extradata, None
-    context: Any = av.CodecContext.create(software_name(index.info.codec), "r")
+    context = av.CodecContext.create(software_name(index.info.codec), "r")
     if extradata:
         context.extradata = bytes(extradata)
     if tag is not None:

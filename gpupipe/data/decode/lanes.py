@@ -7,6 +7,7 @@ made them: the next one in this process finds them warm.
 from __future__ import annotations
 
 import atexit
+import os
 from collections import defaultdict, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -30,6 +31,7 @@ class Lane:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.store = FrameStore(self.stream)
         self._nvdec: NvdecDecoder | None = None
+        self.process = os.getpid()
 
     def nvdec(self, keep: int) -> NvdecDecoder:
         """The lane's decoders, of which at most ``keep`` stay open."""
@@ -48,6 +50,17 @@ class Lane:
 
 # Only single calls on deques, which need no lock: a lane may come back in a finalizer, hence amid any other code.
 _idle: defaultdict[int, deque[Lane]] = defaultdict(deque)
+_parents: list[Lane] = []
+"""In a forked child: the parent's lanes, kept so that nothing takes them down, for CUDA does not survive a fork."""
+
+
+def _after_fork() -> None:
+    _parents.extend(lane for idle in _idle.values() for lane in idle)
+    _idle.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def take(device: torch.device) -> Lane:
@@ -60,6 +73,9 @@ def take(device: torch.device) -> Lane:
 
 def give_back(lane: Lane) -> None:
     """Lets the next one have a lane. Work may still be queued on its stream."""
+    if lane.process != os.getpid():
+        _parents.append(lane)
+        return
     lane.store.clear()
     idle = _idle[lane.stream.device_index]
     idle.append(lane)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from collections import OrderedDict
@@ -21,6 +20,8 @@ Maker = Callable[[Identity], tuple[bytes, str]]
 _KEPT = 4096
 _lock = threading.Lock()
 _indices: OrderedDict[str, VideoIndex] = OrderedDict()
+_told: set[str] = set()
+"""Cache folders that cannot be written."""
 _being_made: dict[str, threading.Lock] = {}
 
 
@@ -100,8 +101,10 @@ def _read_or_make(identity: Identity, maker: Maker) -> VideoIndex:
     return index
 
 
-@functools.cache
 def _tell_once(folder: str, why: str) -> None:
+    if folder in _told:
+        return
+    _told.add(folder)
     log.warning("indices are not kept in %s, so each run reads all packets again: %s (see GPUPIPE_CACHE)", folder, why)
 
 

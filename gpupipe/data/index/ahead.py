@@ -14,6 +14,10 @@ _AHEAD = 256
 """Videos indexed before the one whose turn it is, at most."""
 
 
+_PATIENCE_SECONDS = 20.0
+"""How long a decode thread waits for an index before it makes it itself: a process may never get ready."""
+
+
 class IndexAhead:
     """Loads the indices of videos in the order in which they will be decoded; new ones are made by processes.
 
@@ -53,13 +57,13 @@ class IndexAhead:
             self._changed.notify_all()
 
     def wait_for(self, path: str) -> None:
-        """Waits until a video's index has been loaded, or is not going to be: then it is for the caller to load."""
+        """Waits until a video's index has been loaded, or is not going to be soon: then it is for the caller to load."""
         place = self._place.get(path)
         if place is None:
             return
         with self._changed:
             self._changed.wait_for(
-                lambda: place in self._done or place >= self._room or not self._working or self._stopping,
+                lambda: place in self._done or place >= self._room or not self._working or self._stopping, _PATIENCE_SECONDS
             )
 
     def abandon(self) -> None:

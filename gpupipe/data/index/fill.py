@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 
 from gpupipe.data import index as indices
 from gpupipe.data.index.model import VideoIndex
@@ -42,8 +43,9 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
                 raise outcome
             yield outcome
     finally:
-        while not waiting.empty():
-            waiting.get()
+        with suppress(queue.Empty):
+            while True:
+                waiting.get_nowait()
         for worker in workers:
             worker.end()
         for thread in threads:

@@ -70,9 +70,11 @@ def _write(target: Path, data: bytes) -> str:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
         os.replace(part, target)
+        part = None
     except OSError as error:
+        return error.strerror or str(error)
+    finally:
         if part is not None:
             with contextlib.suppress(OSError):
                 os.unlink(part)
-        return str(error)
     return ""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -22,6 +23,8 @@ from gpupipe.data.scan.store import make
 from gpupipe.errors import GpupipeError, OpenError
 
 _LENGTH_BYTES = 8
+_GRACE_SECONDS = 2.0
+"""What a process gets to clear up before it is killed."""
 _READY = b"r"
 
 
@@ -43,10 +46,10 @@ class ScanProcess:
         Raises:
             OpenError: when it cannot be made there.
         """
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
             process.stdin.write(json.dumps(asdict(identity)).encode() + b"\n")
             process.stdin.flush()
             head = process.stdout.read(2 * _LENGTH_BYTES)
@@ -70,9 +73,9 @@ class ScanProcess:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             here = str(Path(__file__).resolve().parents[3])
-            search = os.pathsep.join([here, *filter(None, sys.path)])  # what this process finds, without a search of its own
+            search = os.pathsep.join([*filter(None, sys.path), here])  # what this process finds, without a search of its own
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-m", "gpupipe.data.scan.worker"],
+                [sys.executable, "-S", "-P", "-m", "gpupipe.data.scan.worker"],  # -P: a json.py lying about here is not meant
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # FFmpeg's remarks on bad files: the file's own turn tells of them
@@ -80,24 +83,28 @@ class ScanProcess:
                 start_new_session=True,  # Ctrl-C is for the main process, which ends this one
             )
             if self._ended:
-                self._process.kill()
+                self._process.terminate()
         return self._process
 
     def end(self) -> None:
-        """Ends the process at once; from any thread. An answer that is awaited becomes an error."""
+        """Asks the process to end; from any thread. An answer that is awaited becomes an error."""
         self._ended = True
         if self._process is not None:
-            self._process.kill()
+            self._process.terminate()
 
     def close(self) -> None:
         """Ends the process and clears up after it; by the thread that used it."""
         self.end()
         if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_SECONDS)
+            self._process.kill()
             with suppress(BrokenPipeError), self._process:  # closes the pipes and waits; a request may be stuck in one
                 pass
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # not killed amid writing an index file
     import av  # noqa: F401  loaded before the first request, since it takes longest
 
     sys.stdout.buffer.write(_READY)
