@@ -27,7 +27,9 @@ def shuffled(index: VideoIndex, seed: int) -> VideoIndex:
     edges = [*np.flatnonzero(index.start), len(display)]
     for low, high in itertools.pairwise(edges):
         display[low + 1 : high] = rng.permutation(display[low + 1 : high])
-    return replace(index, display=display)
+    pts = index.pts.copy()
+    pts[display] = np.sort(index.pts)
+    return replace(index, display=display, pts=pts)
 
 
 @settings(deadline=None, max_examples=200)
@@ -52,7 +54,7 @@ def test_passes_cover_the_targets_and_do_not_touch(wanted: list[int], keys: set[
         assert any(run.first <= packet <= run.last for packet in plan.slots), "no run without a target"
     for packet, slot in plan.slots.items():
         run = next(run for run in plan.passes if run.first <= packet <= run.last)
-        assert run.first <= index.start_of[plan.frames[slot]]
+        assert run.first <= index.start_for(plan.frames[slot])
         assert not interlaced or run.last >= min(packet + 1, 59), "a second field comes along"
     fed = {packet for run in plan.passes for packet in run.packets}
     assert plan.packets == len(fed) <= 60

@@ -55,13 +55,14 @@ class Assembly:
         self._unusable: list[tuple[int, str]] = []
         with torch.cuda.stream(stream):
             self.video = torch.empty((size, *clip_shape), dtype=dtype, device=device)
+            self._slots = self.video.unbind()
             self._allocated = stream.record_event() if stream is not None else None
 
     def slot(self, number: int, writer: torch.cuda.Stream | None) -> torch.Tensor:
         """The memory of one clip, ready to be written on ``writer``."""
         if writer is not None and self._allocated is not None:
             hand_over([], [self._allocated], writer)
-        return self.video[number]
+        return self._slots[number]
 
     def unusable(self, number: int, path: str) -> None:
         """Notes that a video could not be used for a slot."""

@@ -232,7 +232,7 @@ class Pipeline:
         job.telemetry.count("clips")
         job.telemetry.count("frames_used", len(set(pick.indices)))
         record = ClipRecord(entry.path, request, pick, params, decoder)
-        return Arrival(record, tuple(float(index.seconds[i]) for i in pick.indices), entry.columns, done)
+        return Arrival(record, index.seconds_of(pick.indices), entry.columns, done)
 
 
 def _tasks(

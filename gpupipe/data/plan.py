@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.index.model import Bools, Int64s
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +56,34 @@ def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
     Each frame is reached from the last start point that can give it; runs that meet become one. Pictures that no other picture
     refers to are left out unless they are wanted.
     """
-    frames = np.unique(np.asarray(indices, np.int64))
-    targets = index.display[frames]
-    starts = index.start_of[frames]
-    last = _last_packet(index, targets)
+    # Plain Python: NumPy gives up the interpreter lock in each sort and search, which costs more to win back than they save.
+    frames = sorted({int(frame) for frame in indices})
+    targets = [int(index.display[frame]) for frame in frames]
+    last = len(index.pts) - 1
+    second_field = int(index.info.interlaced)  # it may come as a packet of its own
+    needs = sorted((index.start_for(frame), target) for frame, target in zip(frames, targets, strict=True))
     spans: list[tuple[int, int]] = []
-    for k in np.lexsort((targets, starts)):
-        first, end = int(starts[k]), int(last[k])
+    for first, target in needs:
+        end = min(target + second_field, last)
         if spans and first <= spans[-1][1] + 1:
             spans[-1] = (spans[-1][0], max(spans[-1][1], end))
         else:
             spans.append((first, end))
-    fed = ~index.droppable
-    fed[targets] = True
-    passes = tuple(Pass(tuple((first + np.flatnonzero(_needed(index, fed, first, end))).tolist())) for first, end in spans)
-    slots = {int(packet): slot for slot, packet in enumerate(targets)}
-    position = {int(frame): slot for slot, frame in enumerate(frames)}
-    return Plan(passes, slots, tuple(position[int(i)] for i in indices), tuple(int(f) for f in frames))
+    slots = {packet: slot for slot, packet in enumerate(targets)}
+    position = {frame: slot for slot, frame in enumerate(frames)}
+    passes = tuple(Pass(tuple(_needed(index, slots, first, end))) for first, end in spans)
+    return Plan(passes, slots, tuple(position[int(i)] for i in indices), tuple(frames))
 
 
-def _needed(index: VideoIndex, fed: Bools, first: int, end: int) -> Bools:
+def _needed(index: VideoIndex, wanted: Mapping[int, int], first: int, end: int) -> list[int]:
     """Which packets from ``first`` to ``end`` to feed.
 
     HEVC: not the leading pictures of the start point. They may refer to pictures before it, and no picture that is shown after
     it refers to them (H.265 clause 3, trailing picture). In H.264 one may.
     """
-    part = fed[first : end + 1]
+    droppable = index.droppable[first : end + 1].tolist()
+    fed = [packet for packet, free in enumerate(droppable, first) if not free or packet in wanted]
     if index.info.codec != "hevc":
-        return part
-    following: Bools = part & (index.show_order[first : end + 1] >= index.show_order[first])
-    return following
-
-
-def _last_packet(index: VideoIndex, targets: Int64s) -> Int64s:
-    """The last packet that each target needs: itself, and for interlaced video a second field that comes as its own packet."""
-    if not index.info.interlaced:
-        return targets
-    following: Int64s = np.minimum(targets + 1, len(index.pts) - 1)
-    return following
+        return fed
+    pts = index.pts[first : end + 1].tolist()
+    return [packet for packet in fed if pts[packet - first] >= pts[0]]

@@ -42,7 +42,9 @@ def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generato
     else:
         end = index.seconds[-1] - (config.frames - 1) / config.fps
         last = int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
-    starts = index.keyframes if config.sampling == "keyframe" else np.arange(max(last + 1, 1))
+    if config.sampling != "keyframe":
+        return int(rng.integers(last + 1)) if last >= 0 else 0
+    starts = index.keyframes
     fitting = starts[starts <= last]
     return int(rng.choice(fitting)) if len(fitting) else int(starts[0]) if len(starts) else 0
 

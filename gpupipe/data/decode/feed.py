@@ -42,8 +42,7 @@ class PacketFeed:
 
     def _from_file(self, file: LocalFile, run: Pass) -> Iterator[tuple[int, bytes]]:
         numbers = list(run.packets)
-        position = self._index.position[numbers].tolist()
-        size = self._index.size[numbers].tolist()
+        position, size = self._places(numbers)
         low = min(position)
         high = max(at + length for at, length in zip(position, size, strict=True))
         whole = file.read(low, high - low) if high - low <= _SPAN * sum(size) else None
@@ -53,6 +52,12 @@ class PacketFeed:
                 path = self._index.identity.path
                 raise OpenError(f"{path} ends inside packet {number}", fix="the file changed since it was indexed", path=path)
             yield number, data
+
+    def _places(self, numbers: list[int]) -> tuple[list[int], list[int]]:
+        """(positions, sizes) of packets, ascending by number."""
+        first, end = numbers[0], numbers[-1] + 1
+        position, size = self._index.position[first:end].tolist(), self._index.size[first:end].tolist()
+        return [position[n - first] for n in numbers], [size[n - first] for n in numbers]
 
     def _demuxed(self, run: Pass) -> Iterator[tuple[int, bytes]]:
         """Demuxes from a seek a little before the run, or from the start where a seek fails or lands behind it."""

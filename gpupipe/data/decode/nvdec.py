@@ -31,8 +31,8 @@ _CLASS = 64
 room would be shared by more streams, but slows the decoding of small frames."""
 _BYTE_STREAMS = ("h264", "hevc")
 """Codecs whose parser finds the pictures in any run of bytes by itself; the others want one picture a call."""
-_PACKETS_A_CALL = 32
-_WANTED_A_CALL = 8
+_PACKETS_A_CALL = 64
+_WANTED_A_CALL = 16
 """Packets a call where wanted frames come out."""
 _BYTES_A_CALL = 64 << 20
 """Bound on the decoded frames of one call, which the decoder holds all at once."""
@@ -103,10 +103,11 @@ class NvdecDecoder:
             target = _Target(index, plan, self._store)
             with PacketFeed(index) as feed:
                 for run in plan.passes:
-                    if by_count and index.show_order[run.first] == index.show_order[list(run.packets)].min():
-                        self._run_by_count(session.decoder, index, feed, run, target, stop)
+                    shown = index.in_show_order(run.packets)
+                    if by_count and shown[0] == run.first:
+                        self._run_by_count(session.decoder, index, feed, run, shown, target, stop)
                     else:  # leading pictures: they come out or not as the decoder sees fit
-                        self._run_by_time(session.decoder, index, feed, run, target, stop)
+                        self._run_by_time(session.decoder, index, feed, run, shown, target, stop)
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
         except BaseException as error:
@@ -115,14 +116,22 @@ class NvdecDecoder:
                 raise _explained(error, index.info.path) from error
             raise
 
-    def _run_by_count(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
+    def _run_by_count(
+        self,
+        decoder: Any,
+        index: VideoIndex,
+        feed: PacketFeed,
+        run: Pass,
+        in_show_order: list[int],
+        target: _Target,
+        stop: Stop,
+    ) -> None:
         """Feeds many packets a call and tells frames apart by the order in which they come out, which is that of showing.
 
         Each call gives up the interpreter lock and must win it back: at small frame sizes that costs more than the decode. As
         long as no wanted frame can come out, frames are not even mapped: mapping waits for the engine.
         """
-        packets = np.array(run.packets)
-        expected = [target.slots.get(packet) for packet in packets[np.argsort(index.show_order[packets])].tolist()]
+        expected = [target.slots.get(packet) for packet in in_show_order]
         wanted = deque(rank for rank, slot in enumerate(expected) if slot is not None)
         a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // (index.info.width * index.info.height * 2)))
         data = self._byte_stream(index, feed, run)
@@ -142,17 +151,29 @@ class NvdecDecoder:
         if target.take_in_order(rest, expected, shown) != fed:
             raise _Miscounted
 
-    def _run_by_time(self, decoder: Any, index: VideoIndex, feed: PacketFeed, run: Pass, target: _Target, stop: Stop) -> None:
-        """Feeds packet by packet and tells frames apart by the number that each packet got for a time."""
-        numbers = index.show_order[list(run.packets)].tolist()
-        slots = {number: target.slots.get(packet) for number, packet in zip(numbers, run.packets, strict=True)}
-        wanted = deque(sorted(number for number, slot in slots.items() if slot is not None))
+    def _run_by_time(
+        self,
+        decoder: Any,
+        index: VideoIndex,
+        feed: PacketFeed,
+        run: Pass,
+        in_show_order: list[int],
+        target: _Target,
+        stop: Stop,
+    ) -> None:
+        """Feeds packet by packet and tells frames apart by the number that each packet got for a time.
+
+        NVDEC's parser hands times out again in rising order, so the numbers rise in the order of showing.
+        """
+        slots = {number: target.slots.get(packet) for number, packet in enumerate(in_show_order)}
+        number_of = {packet: number for number, packet in enumerate(in_show_order)}
+        wanted = deque(number for number, slot in slots.items() if slot is not None)
         data = self._byte_stream(index, feed, run)
-        for number in [*numbers, None]:
+        for fed in [*run.packets, None]:
             if stop():
                 raise Stopped
-            chunk = next(data) if number is not None else b""
-            packet = self._packet(chunk, number) if number is not None else self._end()
+            chunk = next(data) if fed is not None else b""
+            packet = self._packet(chunk, number_of[fed]) if fed is not None else self._end()
             for frame in target.decode(decoder, packet, mapped_from=wanted[0] if wanted else _NEVER):
                 target.take(frame, slots.get(frame.getPTS()))
                 while wanted and wanted[0] <= frame.getPTS():

@@ -18,6 +18,7 @@ class FrameStore:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._memory: torch.Tensor | None = None
+        self._view: Planes | None = None
         self._pitch_bytes = 0
         self._frame_bytes = 0
         self._rows = 0
@@ -26,7 +27,7 @@ class FrameStore:
 
     def clear(self) -> None:
         """Gives the memory back to torch's allocator, for the next use on this stream."""
-        self._memory = None
+        self._memory = self._view = None
 
     def reserve(self, frames: int, layout: PlaneFormat) -> None:
         """Makes room for ``frames`` frames; what lay here before is lost."""
@@ -38,7 +39,7 @@ class FrameStore:
         self._frame_bytes = self._rows * self._pitch_bytes
         needed = frames * self._frame_bytes
         if self._memory is None or self._memory.numel() < needed:
-            self._memory = None  # given back before more is asked for
+            self.clear()  # given back before more is asked for
             with torch.cuda.stream(self._stream):
                 self._memory = torch.empty(needed, dtype=torch.uint8, device=self._stream.device)
 
@@ -74,6 +75,8 @@ class FrameStore:
         import torch
 
         assert self._memory is not None
-        flat = self._memory[: frames * self._frame_bytes]
-        samples = flat if layout.sample_bytes == 1 else flat.view(torch.uint16)
-        return Planes(samples.view(frames, layout.rows, self._pitch_bytes // layout.sample_bytes), layout)
+        if self._view is None or (len(self._view), self._view.format) != (frames, layout):
+            flat = self._memory[: frames * self._frame_bytes]
+            samples = flat if layout.sample_bytes == 1 else flat.view(torch.uint16)
+            self._view = Planes(samples.view(frames, layout.rows, self._pitch_bytes // layout.sample_bytes), layout)
+        return self._view

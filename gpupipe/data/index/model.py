@@ -6,6 +6,7 @@ import base64
 import json
 import zlib
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from functools import cached_property
@@ -88,7 +89,7 @@ class VideoIndex:
         others = {"extradata": extradata, "length_size": header["length_size"], "in_force": in_force}
         return cls(identity, info, header["stream"], **others, **arrays)
 
-    @property
+    @cached_property
     def mapped(self) -> bool:
         """True when packets can be read from the file by position, without a demuxer."""
         return bool((self.position >= 0).all())
@@ -99,34 +100,33 @@ class VideoIndex:
         times: NDArray[np.float64] = self.pts[self.display].astype(np.float64) * float(self.info.time_base)
         return times
 
+    def seconds_of(self, frames: Iterable[int]) -> tuple[float, ...]:
+        """Times of single frames, as in :attr:`seconds`."""
+        tick = float(self.info.time_base)
+        return tuple(float(self.pts[self.display[frame]]) * tick for frame in frames)
+
     @cached_property
-    def start_of(self) -> Int64s:
-        """(F,) the packet from which a decode must start to get each frame.
+    def _starts(self) -> list[int]:
+        """Packets to start from, ascending; 0 among them, for a file that begins amid a group of pictures."""
+        starts: list[int] = np.flatnonzero(self.start).tolist()
+        return starts if starts[:1] == [0] else [0, *starts]
+
+    def start_for(self, frame: int) -> int:
+        """The packet from which a decode must start to get a frame.
 
         The last start point at or before the frame's packet that is not shown after it: a leading picture, shown before its
-        start point, belongs to the one before. Frames that no start point serves (the file begins amid a group of pictures) are
-        tried from the first packet on.
+        start point, belongs to the one before.
         """
-        starts = np.union1d([0], np.flatnonzero(self.start))
-        last = np.maximum(np.searchsorted(starts, self.display, side="right") - 1, 0)
-        shown = np.full(len(self.pts), np.iinfo(np.int64).max, np.int64)  # packets that show nothing are shown "never"
-        shown[self.display] = np.arange(len(self.display))
-        while True:
-            early = (shown[starts[last]] > np.arange(len(self.display))) & (last > 0)
-            if not early.any():
-                return starts[last]
-            last = last - early
+        packet = int(self.display[frame])
+        place = bisect_right(self._starts, packet) - 1
+        while place > 0 and self.pts[self._starts[place]] > self.pts[packet]:
+            place -= 1
+        return self._starts[place]
 
-    @cached_property
-    def show_order(self) -> Int64s:
-        """(P,) a number for each packet, all different and rising in the order in which frames are shown.
-
-        What decoders get for a time: NVDEC's parser hands times out again in rising order, so that numbers in another order
-        would come back on the wrong frames.
-        """
-        order: Int64s = np.empty(len(self.pts), np.int64)
-        order[np.lexsort((np.arange(len(self.pts)), self.pts))] = np.arange(len(self.pts))
-        return order
+    def in_show_order(self, packets: Sequence[int]) -> list[int]:
+        """Packets of one run, ascending, in the order in which their frames are shown."""
+        pts: list[int] = self.pts[packets[0] : packets[-1] + 1].tolist()
+        return sorted(packets, key=lambda packet: pts[packet - packets[0]])
 
     @cached_property
     def keyframes(self) -> Int64s:
