@@ -212,6 +212,9 @@ class DecodeConfig(StageConfig):
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
     """Decode threads; None: half again as many as NVDEC has engines, on the CPU one for each core
     that this process may use."""
+    cpu_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = 0
+    """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
+    it, where they are fast enough to add; ``auto``: three of four cores. On the CPU: 0 decodes in threads instead."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 

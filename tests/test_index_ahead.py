@@ -119,7 +119,7 @@ def test_waiting_ends_when_an_index_is_there_or_nobody_makes_it(videos: list[str
 
 
 def test_waiting_ends_when_the_processes_cannot_be_had(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpupipe.data.scan.worker.sys.executable", "/no/such/python")
+    monkeypatch.setattr("gpupipe.data.child.sys.executable", "/no/such/python")
     ahead = IndexAhead(videos, workers=2)
     for path in videos:
         ahead.wait_for(path)
@@ -203,6 +203,6 @@ def test_a_whole_set_is_indexed_without_processes_too(videos: list[str], monkeyp
     def refused(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("gpupipe.data.scan.worker.subprocess.Popen", refused)
+    monkeypatch.setattr("gpupipe.data.child.subprocess.Popen", refused)
     outcomes = dict(fill(videos, 2))
     assert [isinstance(outcomes[path], OpenError) for path in videos] == [False, True, False, False]

@@ -693,6 +693,15 @@ def test_threads_follow_the_decode_engines(engines: int, threads: int, monkeypat
     }.items():
         monkeypatch.setattr(loader_room, name, stand_in)
     device = torch.device("cuda", 0)
-    assert len(loader_room._engines(LoaderConfig(), device, Telemetry())) == threads
-    assert len(loader_room._engines(LoaderConfig(decode={"decoder": "cpu"}), device, Telemetry())) == 5
-    assert len(loader_room._engines(LoaderConfig(decode={"threads": 3}), device, Telemetry())) == 3
+
+    def counts(**decode: Any) -> tuple[int, int]:
+        own, helpers = loader_room._engines(LoaderConfig(decode=decode), device, Telemetry())
+        return len(own), len(helpers)
+
+    assert counts() == (threads, 1 if engines else 0)
+    assert counts(decoder="cpu") == (5, 0)
+    assert counts(threads=3) == (3, 1 if engines else 0)
+    assert counts(cpu_workers=2) == ((threads, 2) if engines else (2, 0))
+    assert counts(cpu_workers="auto") == ((threads, 3) if engines else (3, 0))
+    if engines:
+        assert counts(decoder="nvdec") == (threads, 0)

@@ -14,7 +14,7 @@ from typing import Any, Self
 import torch
 
 from gpupipe.config import BatchConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
-from gpupipe.data.decode import DecodeEngine, Fallbacks
+from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
@@ -87,6 +87,7 @@ class VideoLoader:
                 else "give at least one video for each rank",
             )
         self._telemetry = Telemetry()
+        engines, helpers = _engines(self.config, self.device, self._telemetry)
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
         self._job = Job(
             entries=entries,
@@ -96,7 +97,8 @@ class VideoLoader:
             kinds=column_kinds(entries, self.config.columns),
             device=self.device,
             stream=stream,
-            engines=_engines(self.config, self.device, self._telemetry),
+            engines=engines,
+            helpers=helpers,
             index_workers=_index_workers(self.device),
             telemetry=self._telemetry,
         )
@@ -171,7 +173,7 @@ class VideoLoader:
         self._end_iterator("its VideoLoader was closed")
         if not self._closed:
             self._closed = True
-            for engine in self._job.engines:
+            for engine in [*self._job.engines, *self._job.helpers]:
                 engine.close()
 
     def _end_iterator(self, why: str) -> None:
@@ -298,29 +300,43 @@ def _index_workers(device: torch.device) -> int:
     return 0 if device.type == "cpu" else max(1, min(8, cpu_quota() // 2))
 
 
-def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> list[DecodeEngine]:
-    """One engine a thread: on the CPU one a core; on CUDA half again as many as NVDEC has, so that while one thread waits for
-    its last frames, or has none yet, another keeps the hardware busy."""
+def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> tuple[list[DecodeEngine], list[DecodeEngine]]:
+    """The engines, one a thread, and those that decode in software beside NVDEC.
+
+    On the CPU one for each core. On CUDA half again as many as NVDEC has, so that while one thread waits for its last frames,
+    or has none yet, another keeps the hardware busy.
+    """
+    decode = config.decode
     hardware = 0
     if device.type == "cuda":
         load("cupy")
         caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
-        if caps.supported and config.decode.decoder != "cpu":
+        if caps.supported and decode.decoder != "cpu":
             hardware = caps.engines + max(1, caps.engines // 2)
         if not caps.supported:
-            if config.decode.decoder == "nvdec":
+            if decode.decoder == "nvdec":
                 raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
             telemetry.warn_once("no nvdec", f"videos are decoded on the CPU: {caps.reason}")
-    elif config.decode.decoder == "nvdec":
+    elif decode.decoder == "nvdec":
         raise DeviceError("decoder='nvdec' needs a CUDA device, this loader is on the CPU", fix="use device='cuda'")
     fallbacks = Fallbacks()
-    return [
-        DecodeEngine(
-            device,
-            mode=config.decode.decoder,
-            keep=config.decode.decoders_per_thread,
-            fallbacks=fallbacks,
-            telemetry=telemetry,
-        )
-        for _ in range(config.decode.threads or hardware or cpu_quota())
-    ]
+
+    def engines(count: int, *, processes: bool = False) -> list[DecodeEngine]:
+        return [
+            DecodeEngine(
+                device,
+                mode=decode.decoder,
+                keep=decode.decoders_per_thread,
+                fallbacks=fallbacks,
+                telemetry=telemetry,
+                process=DecodeProcess() if processes else None,
+            )
+            for _ in range(count)
+        ]
+
+    cores = cpu_quota()
+    workers = max(1, cores * 3 // 4) if decode.cpu_workers == "auto" else decode.cpu_workers
+    if not hardware:
+        return engines(workers or decode.threads or cores, processes=workers > 0), []
+    beside = 0 if decode.decoder == "nvdec" else workers or max(1, min(4, cores // 4))
+    return engines(decode.threads or hardware), engines(beside, processes=True)

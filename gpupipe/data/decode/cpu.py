@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.index import VideoIndex
@@ -21,14 +21,33 @@ if TYPE_CHECKING:
 
 _SELF_CONTAINED = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg1video", "mpeg2video", "mpeg4", "mjpeg", "png", "ffv1")
 """Codecs whose stream and extradata say all; others need what only the container has, such as a tag or the bits of a pixel."""
+Allocate = Callable[[tuple[int, ...], Any], np.ndarray]
 _SUBSAMPLING = {"420": (2, 2), "422": (2, 1), "444": (1, 1)}
 
 
 def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
-    """Decodes a plan's frames with one thread.
+    """Decodes a plan's frames with one thread, as :func:`decode_arrays` does.
 
     Returns:
-        Planes on the CPU, one frame for each of ``plan.frames``, samples right-aligned, chroma in planes of its own.
+        Planes on the CPU, one frame for each of ``plan.frames``.
+    """
+    import torch
+
+    data, layout = decode_arrays(index, plan, stop)
+    return Planes(torch.from_numpy(data), layout)
+
+
+def decode_arrays(
+    index: VideoIndex, plan: Plan, stop: Stop = never, allocate: Allocate = np.empty
+) -> tuple[np.ndarray, PlaneFormat]:
+    """Decodes a plan's frames with one thread, and without torch.
+
+    Args:
+        allocate: makes the memory of a shape and dtype that the frames are written to.
+
+    Returns:
+        (N, rows, row samples), one frame for each of ``plan.frames``, samples right-aligned, chroma in planes of its own; and
+        the layout of a frame.
 
     Raises:
         OpenError: when the file can no longer be read.
@@ -37,7 +56,7 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
     """
     import av
 
-    collected = _Collected(index, plan)
+    collected = _Collected(index, plan, allocate)
     with PacketFeed(index) as feed:
         for run in plan.passes:
             context = _context(index)
@@ -53,7 +72,7 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
                 packet.is_keyframe = bool(index.key[number])  # PNG adds a frame without it to the one before
                 collected.take(decoded(context, packet))
             collected.take(decoded(context, None))
-    return collected.planes()
+    return collected.result()
 
 
 def _context(index: VideoIndex) -> Any:
@@ -85,9 +104,10 @@ def _context(index: VideoIndex) -> Any:
 class _Collected:
     """Copies wanted frames into one array as they come, so that the decoder's own buffers are free at once."""
 
-    def __init__(self, index: VideoIndex, plan: Plan) -> None:
+    def __init__(self, index: VideoIndex, plan: Plan, allocate: Allocate) -> None:
         self._index = index
         self._plan = plan
+        self._allocate = allocate
         self._format: PlaneFormat | None = None
         self._data: np.ndarray | None = None
         self._found = [False] * len(plan.frames)
@@ -106,7 +126,7 @@ class _Collected:
             if self._data is None or self._format is None:
                 self._format = layout
                 shape = (len(self._found), layout.rows, layout.row_samples)
-                self._data = np.empty(shape, np.uint8 if layout.sample_bytes == 1 else np.uint16)
+                self._data = self._allocate(shape, np.dtype(np.uint8 if layout.sample_bytes == 1 else np.uint16))
             elif layout != self._format:
                 raise self._error(slot, f"has samples of another format ({frame.format.name}) than others of the clip")
             row = 0
@@ -115,10 +135,10 @@ class _Collected:
                 row += plane.shape[0]
             self._found[slot] = True
 
-    def planes(self) -> Planes:
+    def result(self) -> tuple[np.ndarray, PlaneFormat]:
         if self._data is None or self._format is None or not all(self._found):
             raise self._error(self._found.index(False), "could not be decoded")
-        return Planes(torch.from_numpy(self._data), self._format)
+        return self._data, self._format
 
     def _error(self, slot: int, what: str) -> DecodeError:
         frame = self._plan.frames[slot]

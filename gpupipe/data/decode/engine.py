@@ -10,6 +10,7 @@ from gpupipe.data.decode import cpu
 from gpupipe.data.decode.choice import Choice, choose
 from gpupipe.data.decode.lanes import Lane, free_decoders, give_back, take
 from gpupipe.data.decode.nvdec import Unsupported
+from gpupipe.data.decode.process import DecodeProcess
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, never
@@ -48,6 +49,7 @@ class DecodeEngine:
         mode: which decoder may be used.
         keep: NVDEC sessions to keep open.
         fallbacks: shared by the engines of one run.
+        process: decodes what is decoded in software; None: this thread does.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class DecodeEngine:
         keep: int,
         fallbacks: Fallbacks,
         telemetry: Telemetry,
+        process: DecodeProcess | None = None,
     ) -> None:
         self.device = device
         self._mode = mode
         self._keep = keep
         self._fallbacks = fallbacks
         self._telemetry = telemetry
+        self._process = process
         self._lane: Lane | None = None
         self._leaving: weakref.finalize[..., DecodeEngine] | None = None
 
@@ -73,11 +77,10 @@ class DecodeEngine:
         return self._hardware().stream if self.device.type == "cuda" else None
 
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> tuple[Planes, str]:
-        """Decodes a plan's frames to this engine's device.
+        """Decodes a plan's frames to this engine's device, by NVDEC where it serves, else in software.
 
         Returns:
-            The planes, on a CUDA device valid until this engine's next decode and complete once its stream has passed, and the
-            name of the decoder: ``nvdec`` or ``cpu``.
+            The planes as :meth:`run` gives them, and the name of the decoder: ``nvdec`` or ``cpu``.
 
         Raises:
             DecodeError: when a wanted frame cannot be decoded, or ``mode`` is ``nvdec`` and NVDEC cannot serve.
@@ -85,35 +88,59 @@ class DecodeEngine:
             SyncError, DeviceMemoryError: when CUDA fails.
             Stopped: when ``stop()`` turned true.
         """
-        path = index.info.path
-        choice = self._choose(index)
-        if choice.decoder == "nvdec":
-            try:
-                with stage("decode", path), self._telemetry.span("decode"):
-                    planes = self._decode_in_hardware(index, plan, stop)
-                self._account(plan, "nvdec")
-                return planes, "nvdec"
-            except Unsupported as error:
-                if self._mode == "nvdec":
-                    raise self._refused(path, str(error)) from error
-                self._fallbacks.add(path, str(error))
-                choice = Choice("cpu", str(error))
-        if self.device.type == "cuda" and choice.reason is not None and self._mode != "cpu":
-            self._telemetry.warn_once(f"fallback {path}", f"{path} is decoded on the CPU: {choice.reason}")
-        with stage("decode", path), self._telemetry.span("decode"):
-            planes = cpu.decode(index, plan, stop)
-        self._account(plan, "cpu")
-        if self.device.type == "cuda":
-            with stage("upload", path):
-                planes = self._hardware().store.upload(planes)
-        return planes, "cpu"
+        choice = self.choose(index)
+        try:
+            return self.run(choice.decoder, index, plan, stop), choice.decoder
+        except Unsupported:
+            choice = self.choose(index)
+            return self.run(choice.decoder, index, plan, stop), choice.decoder
 
-    def _choose(self, index: VideoIndex) -> Choice:
-        known = self._fallbacks.get(index.info.path)
+    def choose(self, index: VideoIndex) -> Choice:
+        """Who is to decode a video: NVDEC, or software where NVDEC has not got it or has given it up before.
+
+        Raises:
+            DecodeError: when that is software and ``mode`` is ``nvdec``.
+        """
+        path = index.info.path
+        known = self._fallbacks.get(path)
         choice = Choice("cpu", known) if known is not None else choose(index.info, self.device, self._mode)
         if choice.decoder == "cpu" and self._mode == "nvdec":
-            raise self._refused(index.info.path, choice.reason or "unknown")
+            raise DecodeError(
+                f"{path} cannot be decoded by NVDEC: {choice.reason or 'unknown'}", fix="use decoder='auto' or 'cpu'", path=path
+            )
+        if choice.decoder == "cpu" and self.device.type == "cuda" and choice.reason is not None and self._mode != "cpu":
+            self._telemetry.warn_once(f"fallback {path}", f"{path} is decoded on the CPU: {choice.reason}")
         return choice
+
+    def run(self, decoder: str, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+        """Decodes a plan's frames to this engine's device by ``nvdec`` or ``cpu``.
+
+        Returns:
+            The planes, valid until this engine's next decode and on a CUDA device complete once its stream has passed.
+
+        Raises:
+            Unsupported: when NVDEC gave up on the video; :meth:`choose` has another answer for it from now on.
+            DecodeError, OpenError, SyncError, DeviceMemoryError, Stopped: as for :meth:`decode`.
+        """
+        path = index.info.path
+        with stage("decode", path), self._telemetry.span("decode"):
+            if decoder == "nvdec":
+                try:
+                    planes = self._decode_in_hardware(index, plan, stop)
+                except Unsupported as error:
+                    self._fallbacks.add(path, str(error))
+                    raise
+            elif self._process is not None:
+                planes = self._process.decode(index, plan, stop)
+            else:
+                planes = cpu.decode(index, plan, stop)
+        self._telemetry.count("packets_decoded", plan.packets)
+        self._telemetry.count("frames_decoded", len(plan.frames))
+        self._telemetry.count(f"{decoder}_clips")
+        if decoder == "cpu" and self.device.type == "cuda":
+            with stage("upload", path):
+                planes = self._hardware().store.upload(planes)
+        return planes
 
     def _hardware(self) -> Lane:
         if self._lane is None:
@@ -131,16 +158,10 @@ class DecodeEngine:
                 raise
         return decoder.decode(index, plan, stop)
 
-    def _refused(self, path: str, reason: str) -> DecodeError:
-        return DecodeError(f"{path} cannot be decoded by NVDEC: {reason}", fix="use decoder='auto' or 'cpu'", path=path)
-
-    def _account(self, plan: Plan, decoder: str) -> None:
-        self._telemetry.count("packets_decoded", plan.packets)
-        self._telemetry.count("frames_decoded", len(plan.frames))
-        self._telemetry.count(f"{decoder}_clips")
-
     def close(self) -> None:
         """Leaves the decoders to the next engine; a later decode takes a lane anew."""
+        if self._process is not None:
+            self._process.close()
         if self._leaving is not None:
             self._leaving()
         self._lane = self._leaving = None

@@ -1,0 +1,150 @@
+"""Helper processes: plain subprocesses of this interpreter that answer one request at a time and end with their input.
+
+Not multiprocessing, which runs the user's own script again and breaks where that has no guard. A process writes one byte when
+it is ready. A request is one line of JSON; an answer is the number of its parts, the length of each and the parts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from gpupipe.data.stop import Stop, Stopped, never
+
+_READY = b"r"
+_NUMBER_BYTES = 8
+_GRACE_SECONDS = 2.0
+"""What a process gets to clear up before it is killed."""
+_ASK_SECONDS = 0.05
+"""How often a thread that waits for an answer asks whether it is still wanted."""
+
+
+class ChildEnded(Exception):
+    """The process ended before it answered, or was not to be had."""
+
+
+class Child:
+    """A process that runs ``module``, started when it is first needed; for use by one thread.
+
+    Args:
+        module: one that calls :func:`serve` when it is run.
+        shared: file descriptors that the process gets too, under the same numbers, which are its arguments.
+    """
+
+    def __init__(self, module: str, shared: Sequence[int] = ()) -> None:
+        self._module = module
+        self._shared = shared
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready = self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """True once the process is no more, or is not to be."""
+        return self._ended or (self._process is not None and self._process.poll() is not None)
+
+    def start(self) -> bool:
+        """Starts the process and waits until it is ready; False when it ended instead. May be called again."""
+        if not self._ready:
+            with suppress(OSError, ValueError):
+                output = self._started().stdout
+                assert output is not None
+                self._ready = output.read(len(_READY)) == _READY
+        return self._ready
+
+    def ask(self, request: Mapping[str, Any], stop: Stop = never) -> list[bytes]:
+        """The parts of the answer to a request. After anything but an answer the process is of no more use.
+
+        Raises:
+            ChildEnded: when there is none.
+            Stopped: when ``stop()`` turned true.
+        """
+        if not self.start():
+            raise ChildEnded
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+            while stop is not never and not select.select([process.stdout], [], [], _ASK_SECONDS)[0]:
+                if stop():
+                    raise Stopped
+            return _read_parts(process.stdout)
+        except (OSError, ValueError) as error:
+            raise ChildEnded from error
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is None:
+            here = str(Path(__file__).resolve().parents[2])
+            search = os.pathsep.join([*filter(None, sys.path), here])  # what this process finds, without a search of its own
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-S",
+                    "-P",
+                    "-m",
+                    self._module,
+                    *map(str, self._shared),
+                ],  # -P: a json.py lying about here is not meant
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,  # FFmpeg's remarks on bad files, of which errors tell
+                env={**os.environ, "PYTHONPATH": search},
+                pass_fds=self._shared,
+                start_new_session=True,  # Ctrl-C is for the main process, which ends this one
+            )
+            if self._ended:
+                self._process.terminate()
+        return self._process
+
+    def end(self) -> None:
+        """Asks the process to end; from any thread. An answer that is awaited does not come."""
+        self._ended = True
+        if self._process is not None:
+            self._process.terminate()
+
+    def close(self) -> None:
+        """Ends the process and clears up after it; by the thread that used it."""
+        self.end()
+        if self._process is not None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_GRACE_SECONDS)
+            self._process.kill()
+            with suppress(BrokenPipeError), self._process:  # closes the pipes and waits; a request may be stuck in one
+                pass
+
+
+def serve(answer: Callable[[dict[str, Any]], Sequence[bytes]]) -> None:
+    """The process's side: answers requests until its input ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an orderly end, in which files half written are removed
+    output = sys.stdout.buffer
+    output.write(_READY)
+    output.flush()
+    for line in sys.stdin.buffer:
+        parts = answer(json.loads(line))
+        numbers = [len(parts), *(len(part) for part in parts)]
+        output.write(b"".join([*(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers), *parts]))
+        output.flush()
+
+
+def _read_parts(stream: BinaryIO | Any) -> list[bytes]:
+    """Raises: ValueError: when the stream ends amid the answer."""
+
+    def exactly(size: int) -> bytes:
+        data: bytes = stream.read(size)
+        if len(data) != size:
+            raise ValueError("the answer ends early")
+        return data
+
+    def number() -> int:
+        return int.from_bytes(exactly(_NUMBER_BYTES), "little")
+
+    return [exactly(size) for size in [number() for _ in range(number())]]

@@ -1,0 +1,99 @@
+"""Software decoding in a process of its own, beside NVDEC.
+
+PyAV's decoders give up the interpreter lock and win it back at each packet. In the process of the NVDEC threads that starves
+these: a dozen software threads cut their rate on small frames by more than half. So software decoding beside NVDEC is done by
+processes that run :mod:`gpupipe.data.decode.worker`. Frames come back through memory that both processes map.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import tempfile
+from dataclasses import asdict
+from typing import IO, TYPE_CHECKING
+
+import numpy as np
+
+from gpupipe.data.child import Child, ChildEnded
+from gpupipe.data.plan import Plan
+from gpupipe.data.stop import Stop, Stopped, never
+from gpupipe.errors import DecodeError, OpenError
+from gpupipe.types import PlaneFormat, Planes
+
+if TYPE_CHECKING:
+    from gpupipe.data.index import VideoIndex
+
+_ERRORS: dict[str, type[OpenError | DecodeError]] = {"OpenError": OpenError, "DecodeError": DecodeError}
+
+
+class DecodeProcess:
+    """The asking side: decodes one plan at a time in a process that it starts, and starts again after a failure.
+
+    For use by one thread.
+    """
+
+    def __init__(self) -> None:
+        self._file: IO[bytes] | None = None
+        self._map: mmap.mmap | None = None
+        self._child: Child | None = None
+
+    def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+        """As :func:`gpupipe.data.decode.cpu.decode`; the planes are valid until the next call.
+
+        Raises:
+            OpenError, DecodeError: as there, and when the process ends amid the work, as a damaged file may make it.
+            Stopped: when ``stop()`` turned true.
+        """
+        import torch
+
+        path = index.identity.path
+        if self._file is None:
+            self._file = _nameless_file()
+        if self._child is None:
+            self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()])
+        try:
+            (answer,) = self._child.ask({"identity": asdict(index.identity), "frames": plan.frames}, stop)
+        except (ChildEnded, Stopped) as error:
+            self._drop_child()
+            if isinstance(error, Stopped):
+                raise
+            raise DecodeError(
+                f"{path}: the process that decoded it ended", fix="is the file damaged, or memory short?", path=path
+            ) from error
+        told = json.loads(answer)
+        if "error" in told:
+            kind = _ERRORS.get(told["error"], DecodeError)
+            raise kind(told["message"], fix=told["fix"], path=path, time_seconds=told["time_seconds"])
+        layout = PlaneFormat(**told["format"])
+        shape = (len(plan.frames), layout.rows, layout.row_samples)
+        dtype = np.uint8 if layout.sample_bytes == 1 else np.uint16
+        samples = np.frombuffer(self._mapped(self._file.fileno()), dtype, int(np.prod(shape)))
+        return Planes(torch.from_numpy(samples.reshape(shape)), layout)
+
+    def _mapped(self, file: int) -> mmap.mmap:
+        size = os.fstat(file).st_size
+        if self._map is None or len(self._map) != size:
+            self._map = mmap.mmap(file, size)  # the old one goes with the last planes in it
+        return self._map
+
+    def _drop_child(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
+
+    def close(self) -> None:
+        """Ends the process and lets go of the memory."""
+        self._drop_child()
+        self._map = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _nameless_file() -> IO[bytes]:
+    """Memory that processes can share: not in /dev/shm, which containers make small."""
+    if hasattr(os, "memfd_create"):
+        return open(os.memfd_create("gpupipe-planes"), "r+b", buffering=0)
+    return tempfile.TemporaryFile(buffering=0)

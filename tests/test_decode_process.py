@@ -1,0 +1,227 @@
+"""Software decoding in processes: the same frames, errors that keep their kind, and nothing that stays behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from gpupipe import VideoLoader
+from gpupipe.data import index as indices
+from gpupipe.data import loader as loader_room
+from gpupipe.data.decode import Choice, DecodeEngine, DecodeProcess, Fallbacks, Unsupported, cpu
+from gpupipe.data.plan import make_plan
+from gpupipe.data.stop import Stopped
+from gpupipe.errors import DecodeError, OpenError
+from gpupipe.types import Planes
+
+
+@pytest.fixture
+def process() -> Iterator[DecodeProcess]:
+    made = DecodeProcess()
+    yield made
+    made.close()
+    made.close()
+
+
+def helpers() -> list[psutil.Process]:
+    """This test run's decoding processes."""
+    found = []
+    for child in psutil.Process().children():
+        try:
+            found += [child] if "gpupipe.data.decode.worker" in child.cmdline() else []
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def same(ours: Planes, theirs: Planes) -> bool:
+    planes = [(getattr(ours, name), getattr(theirs, name)) for name in ("y", "u", "v")]
+    return ours.format == theirs.format and all(torch.equal(a.to(torch.int32), b.to(torch.int32)) for a, b in planes)
+
+
+def test_frames_equal_those_of_a_thread(clips: dict[str, Path], process: DecodeProcess) -> None:
+    """Sizes and formats in turn: the memory grows, and is used again."""
+    for name in ("h264_odd", "vp9", "h264", "mpeg4", "hevc", "vp9_odd"):
+        index = indices.load(str(clips[name]))
+        for wanted in ([5], [59, 0, 31, 30], range(10, 26)):
+            plan = make_plan(index, wanted)
+            assert same(process.decode(index, plan), cpu.decode(index, plan)), (name, wanted)
+    assert len(helpers()) == 1
+
+
+def test_deep_frames_come_as_16_bits(tricky: Path, process: DecodeProcess) -> None:
+    index = indices.load(str(tricky / "t09_h264_hi10.mp4"))
+    plan = make_plan(index, [3, 20])
+    ours = process.decode(index, plan)
+    assert ours.data.dtype == torch.uint16
+    assert same(ours, cpu.decode(index, plan))
+
+
+def test_errors_keep_their_kind(clips: dict[str, Path], tmp_path: Path, process: DecodeProcess) -> None:
+    path = Path(shutil.copy(clips["h264"], tmp_path / "video.mp4"))
+    index = indices.load(str(path))
+    plan = make_plan(index, [5])
+    process.decode(index, plan)
+    data = path.read_bytes()
+    path.write_bytes(data + b"more")
+    with pytest.raises(OpenError, match=r"video\.mp4 was replaced or changed"):
+        process.decode(index, plan)
+    path.unlink()
+    with pytest.raises(OpenError, match=r"cannot open .*video\.mp4"):
+        process.decode(index, plan)
+    damaged = tmp_path / "damaged.mp4"
+    spoilt = bytearray(data)
+    for packet in range(12, 30):
+        at = int(index.position[packet])
+        spoilt[at : at + int(index.size[packet])] = b"\xff" * int(index.size[packet])
+    damaged.write_bytes(spoilt)
+    broken = indices.load(str(damaged))
+    with pytest.raises(DecodeError, match=r"damaged\.mp4: frame \d+ could not be decoded") as caught:
+        process.decode(broken, make_plan(broken, [20]))
+    assert caught.value.time_seconds == pytest.approx(20 / 30)
+    assert len(helpers()) == 1, "an error is no reason to end the process"
+
+
+def test_a_process_that_dies_is_an_error_and_the_next_plan_gets_another(clips: dict[str, Path], process: DecodeProcess) -> None:
+    index = indices.load(str(clips["h264"]))
+    plan = make_plan(index, [5])
+    process.decode(index, plan)
+    (child,) = helpers()
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait(5)
+    with pytest.raises(DecodeError, match="process that decoded it ended"):
+        process.decode(index, plan)
+    assert same(process.decode(index, plan), cpu.decode(index, plan))
+
+
+def test_work_that_is_not_wanted_any_more_is_given_up(clips: dict[str, Path], process: DecodeProcess) -> None:
+    index = indices.load(str(clips["h264"]))
+    plan = make_plan(index, [5])
+    process.decode(index, plan)
+    (child,) = helpers()
+    child.suspend()  # it would not answer in any time
+    asked = time.monotonic()
+    with pytest.raises(Stopped):
+        process.decode(index, plan, lambda: time.monotonic() - asked > 0.3)
+    assert time.monotonic() - asked < 10
+    assert same(process.decode(index, plan, lambda: False), cpu.decode(index, plan))
+
+
+OPTIONS: dict[str, Any] = {"clip": {"frames": 8}, "transform": {"size": 64, "dtype": "float32"}, "batch": 4, "seed": 3}
+NAMES = ("h264", "hevc", "vp9", "h264_odd", "mpeg4", "vp9_odd")
+
+
+def batches(loader: VideoLoader) -> list[torch.Tensor]:
+    with loader:
+        return [batch.video for batch in loader]
+
+
+@pytest.fixture
+def paths(clips: dict[str, Path]) -> list[Path]:
+    return [clips[name] for name in NAMES] * 3
+
+
+@pytest.fixture
+def expected(paths: list[Path]) -> list[torch.Tensor]:
+    return batches(VideoLoader(paths, device="cpu", **OPTIONS))
+
+
+def test_a_loader_on_the_cpu_with_processes(paths: list[Path], expected: list[torch.Tensor]) -> None:
+    loader = VideoLoader(paths, device="cpu", decode={"cpu_workers": 2}, **OPTIONS)
+    for _ in range(2):
+        loader.set_epoch(0)
+        found = [batch.video for batch in loader]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert len(helpers()) == 2, "started once"
+    loader.set_epoch(0)
+    for _ in loader:
+        break
+    loader.close()
+    assert not helpers()
+
+
+class FakeHardware(DecodeEngine):
+    """Stands for NVDEC: takes H.264 and VP9, gives up on odd sizes when it meets them, and decodes as the CPU does."""
+
+    def choose(self, index: indices.VideoIndex) -> Choice:
+        known = self._fallbacks.get(index.info.path)
+        return Choice("nvdec" if index.info.codec in ("h264", "vp9") and known is None else "cpu", known)
+
+    def run(self, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+        if decoder == "nvdec" and index.info.width % 16:
+            self._fallbacks.add(index.info.path, "an odd size")
+            raise Unsupported("an odd size")
+        assert decoder == "nvdec" or self._process is not None, "no hardware thread decodes in software"
+        planes = super().run("cpu", index, plan, stop)
+        self._telemetry.count(f"by_{decoder}")
+        return planes
+
+
+@pytest.fixture
+def two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaders on the CPU get two threads with stand-ins for NVDEC and two helpers."""
+
+    def engines(config: Any, device: Any, telemetry: Any) -> tuple[list[DecodeEngine], list[DecodeEngine]]:
+        shared: dict[str, Any] = {"mode": "auto", "keep": 1, "fallbacks": Fallbacks(), "telemetry": telemetry}
+        return (
+            [FakeHardware(device, **shared) for _ in range(2)],
+            [FakeHardware(device, **shared, process=DecodeProcess()) for _ in range(2)],
+        )
+
+    monkeypatch.setattr(loader_room, "_engines", engines)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_hardware_cannot_decode_goes_to_the_helpers(
+    workers: int, paths: list[Path], expected: list[torch.Tensor], two_kinds: None
+) -> None:
+    with VideoLoader(paths, device="cpu", decode={"cpu_workers": workers}, **OPTIONS) as loader:
+        for _ in range(3):
+            loader.set_epoch(0)
+            found = list(loader)
+            assert all(torch.equal(batch.video, wanted) for batch, wanted in zip(found, expected, strict=True))
+            decoders = {(Path(clip.path).name, clip.decoder) for batch in found for clip in batch.clips}
+            assert {("hevc.mp4", "cpu"), ("mpeg4.avi", "cpu"), ("h264_odd.mp4", "cpu")} <= decoders
+            assert workers or ("h264.mp4", "cpu") not in decoders, "helpers that need not help do not"
+        stats = loader.stats()
+    assert stats["by_cpu"] + stats["by_nvdec"] == stats["clips"] == 48
+    assert stats["by_nvdec"] > 0
+    assert not helpers()
+
+
+@pytest.mark.parametrize("policy", ["substitute", "skip", "raise"])
+def test_bad_files_between_two_kinds_of_engines(policy: str, paths: list[Path], tmp_path: Path, two_kinds: None) -> None:
+    bad = tmp_path / "bad.mp4"
+    bad.write_bytes(b"no video")
+    options = {**OPTIONS, "on_bad_file": policy}
+    with VideoLoader([bad, *paths, bad], device="cpu", **options) as loader:
+        if policy == "raise":
+            with pytest.raises(OpenError, match=r"bad\.mp4"):
+                list(loader)
+        else:
+            clips = sum(len(batch.clips) for batch in loader)
+            assert clips == (20 if policy == "substitute" else 18)
+            assert list(loader.bad_files) == [str(bad)]
+
+
+def test_leaving_early_ends_helpers_amid_their_work(paths: list[Path], two_kinds: None) -> None:
+    for round_number in range(6):
+        loader = VideoLoader(paths * 4, device="cpu", **OPTIONS)
+        for number, _ in enumerate(loader):
+            if number == round_number:
+                break
+        begin = time.monotonic()
+        loader.close()
+        assert time.monotonic() - begin < 10
+        assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpupipe-clips")]
+    assert not helpers()

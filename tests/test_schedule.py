@@ -1,0 +1,172 @@
+"""The schedule: what only software can decode waits for it, helpers help where they are in time, and all comes to an end."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import pytest
+
+from gpupipe.data.decode import Decoder, Schedule
+from gpupipe.data.jitter import Closed
+
+
+@dataclass(frozen=True)
+class Clip:
+    number: int
+    decoder: Decoder = "nvdec"
+    kind: str = "h264"
+    cost: float = 1.0
+
+
+def tasks(clips: list[Clip]) -> Generator[Clip]:
+    yield from clips
+
+
+def schedule(clips: list[Clip], *, hardware: int = 1, helping: bool = False, window: int = 32) -> Schedule[Clip, Clip]:
+    return Schedule(tasks(clips), lambda clip: clip, hardware=hardware, helping=helping, window=window)
+
+
+def drain(one: Schedule[Clip, Clip], decoder: Decoder, seconds: float = 0.0) -> list[int]:
+    taken = []
+    while (clip := one.take(decoder)) is not None:
+        taken.append(clip.number)
+        one.done(clip, decoder, seconds)
+    return taken
+
+
+def test_clips_come_in_order_to_one_engine() -> None:
+    assert drain(schedule([Clip(k) for k in range(5)]), "nvdec") == [0, 1, 2, 3, 4]
+    mixed = [Clip(k, "cpu" if k % 2 else "nvdec") for k in range(5)]
+    assert drain(schedule(mixed, hardware=0), "nvdec") == [0, 1, 2, 3, 4], "without hardware there is one line"
+
+
+def test_software_clips_hold_up_no_hardware() -> None:
+    one = schedule([Clip(0, "cpu"), Clip(1), Clip(2, "cpu"), Clip(3)])
+    first, second = one.take("nvdec"), one.take("nvdec")
+    assert (first, second) == (Clip(1), Clip(3))
+    assert one.take("cpu") == Clip(0, "cpu")
+    assert one.take("cpu") == Clip(2, "cpu")
+    for clip in (first, second, Clip(0, "cpu"), Clip(2, "cpu")):
+        assert clip is not None
+        one.done(clip, clip.decoder, 0.1)
+    assert one.take("nvdec") is one.take("cpu") is None
+
+
+def test_the_end_waits_for_what_may_still_be_passed_on() -> None:
+    one = schedule([Clip(0)])
+    clip = one.take("nvdec")
+    assert clip is not None
+    got: list[Clip | None] = []
+    thread = threading.Thread(target=lambda: got.append(one.take("cpu")))
+    thread.start()
+    time.sleep(0.05)
+    assert not got, "the clip at work may turn out to be one for software"
+    one.pass_on(Clip(0, "cpu"))
+    thread.join(5)
+    assert got == [Clip(0, "cpu")]
+    one.done(Clip(0, "cpu"), "cpu", 0.1)
+    assert one.take("nvdec") is None
+
+
+def test_helpers_wait_until_the_hardwares_pace_is_known_and_try_a_kind_once() -> None:
+    one = schedule([Clip(k) for k in range(40)], helping=True, window=10)
+    for _ in range(3):
+        clip = one.take("nvdec")
+        assert clip is not None
+        time.sleep(0.01)
+        one.done(clip, "nvdec", 0.01)
+    trial = one.take("cpu")
+    assert trial == Clip(3), "untried"
+    assert trial is not None
+    one.done(trial, "cpu", 10.0)  # far slower than the hardware works through half the window
+    got: list[Clip | None] = []
+    thread = threading.Thread(target=lambda: got.append(one.take("cpu")), daemon=True)
+    thread.start()
+    time.sleep(0.05)
+    assert not got
+    assert drain(one, "nvdec") == list(range(4, 40)), "what the helper looked at is not lost"
+    thread.join(5)
+    assert got == [None]
+
+
+def test_fast_helpers_go_on_helping() -> None:
+    one = schedule([Clip(k) for k in range(40)], helping=True, window=32)
+    for _ in range(3):
+        clip = one.take("nvdec")
+        assert clip is not None
+        time.sleep(0.01)
+        one.done(clip, "nvdec", 0.01)
+    for _ in range(5):
+        clip = one.take("cpu")
+        assert clip is not None
+        one.done(clip, "cpu", 0.02)
+    assert drain(one, "nvdec") == list(range(8, 40))
+
+
+def test_a_task_without_a_clip_and_an_error_in_preparing_do_not_hang_the_others() -> None:
+    def prepare(clip: Clip) -> Clip | None:
+        if clip.number == 2:
+            raise ValueError("no")
+        return clip if clip.number != 1 else None
+
+    one: Schedule[Clip, Clip] = Schedule(tasks([Clip(k) for k in range(4)]), prepare, hardware=1, helping=False, window=4)
+    first = one.take("nvdec")
+    assert first == Clip(0)
+    with pytest.raises(ValueError, match="no"):
+        one.take("nvdec")
+    assert one.take("nvdec") == Clip(3)
+    one.done(Clip(0), "nvdec")
+    one.done(Clip(3), "nvdec")
+    assert one.take("nvdec") is one.take("cpu") is None
+
+
+def test_closing_wakes_all() -> None:
+    one = schedule([Clip(0)])
+    one.take("nvdec")
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            one.take("cpu")
+        except Closed as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    one.close()
+    thread.join(5)
+    assert len(raised) == 1
+    with pytest.raises(Closed):
+        one.take("nvdec")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_clip_is_taken_once_whatever_the_threads_do(seed: int) -> None:
+    draw = random.Random(seed)
+    clips = [Clip(k, draw.choice(["nvdec", "nvdec", "cpu"])) for k in range(300)]
+    one = schedule(clips, hardware=4, helping=seed % 2 == 0)
+    taken: list[int] = []
+
+    def work(decoder: Decoder, own: random.Random) -> None:
+        while (clip := one.take(decoder)) is not None:
+            time.sleep(own.random() / 2000)
+            if decoder == "nvdec" and own.random() < 0.1:
+                one.pass_on(Clip(clip.number, "cpu"))
+                continue
+            assert decoder == "cpu" or clip.decoder == "nvdec"
+            taken.append(clip.number)
+            one.done(clip, decoder, 0.001)
+
+    threads = [
+        threading.Thread(target=work, args=("nvdec" if k < 4 else "cpu", random.Random(k)), daemon=True) for k in range(6)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert sorted(taken) == list(range(300))
