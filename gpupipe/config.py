@@ -129,6 +129,8 @@ class ClipConfig(StageConfig):
     """``random``: a random start. ``keyframe``: a random start among the keyframes. ``uniform``: the middle frames of T equal
     segments of the video. ``stratified``: one random frame out of each of T equal segments (Wang et al., Temporal Segment
     Networks, ECCV 2016)."""
+    clips_per_video: Annotated[int, Field(ge=1, le=256)] = 1
+    """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
     pad: Literal["repeat-last", "loop", "error"] = "repeat-last"
     """What stands in for frames past the end of a short video; ``mask`` is False there."""
 
@@ -281,6 +283,12 @@ class LoaderConfig(StageConfig):
     def _rank_exists(self) -> Self:
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
             raise ValueError(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _visits_fit_batches(self) -> Self:
+        if self.batch.size % self.clip.clips_per_video:
+            raise ValueError(f"batch.size={self.batch.size} is no multiple of clips_per_video={self.clip.clips_per_video}")
         return self
 
     @classmethod

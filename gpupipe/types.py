@@ -148,7 +148,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class ClipRequest:
-    """One clip to make: (seed, epoch, sample, attempt) fix the video, the frames and every random parameter."""
+    """One visit to a video, for one clip or several: (seed, epoch, sample, attempt) fix the video and every random choice."""
 
     seed: int
     epoch: int
@@ -186,6 +186,8 @@ class ClipRecord:
     params: TransformParams
     decoder: str
     """``nvdec`` or ``cpu``."""
+    clip: int = 0
+    """Number of the clip among those of its request."""
 
 
 class Batch(Mapping[str, "torch.Tensor"]):

@@ -705,3 +705,45 @@ def test_threads_follow_the_decode_engines(engines: int, threads: int, monkeypat
     assert counts(cpu_workers="auto") == ((threads, 3) if engines else (3, 0))
     if engines:
         assert counts(decoder="nvdec") == (threads, 0)
+
+
+def test_several_clips_of_a_video_are_decoded_in_one_pass(clips: dict[str, Path]) -> None:
+    options: dict[str, Any] = {"transform": {"size": 64, "dtype": "float32"}, "device": "cpu", "seed": 5}
+    paths = [clips[name] for name in ("h264", "hevc", "vp9", "mpeg4")]
+    with VideoLoader(paths, clip={"frames": 8, "clips_per_video": 3}, batch=6, **options) as loader:
+        assert len(loader) == 2
+        batches = list(loader)
+        stats = loader.stats()
+    assert stats["clips"] == stats["cpu_clips"] == 12
+    records = [record for batch in batches for record in batch.clips]
+    assert [record.clip for record in records] == [0, 1, 2] * 4
+    for first in range(0, 12, 3):
+        visit = records[first : first + 3]
+        assert len({record.path for record in visit}) == 1
+        assert len({record.pick.indices for record in visit}) == 3, "each clip has frames of its own"
+        assert len({record.params for record in visit}) == 3, "and a crop of its own"
+    plans = [
+        make_plan(indices.load(records[k].path), [i for record in records[k : k + 3] for i in record.pick.indices])
+        for k in range(0, 12, 3)
+    ]
+    assert stats["packets_decoded"] == sum(plan.packets for plan in plans)
+    video = torch.cat([batch.video for batch in batches])
+    for slot, record in enumerate(records):  # each clip is that of its own frames: the first one is what a single clip would be
+        index = indices.load(record.path)
+        planes = cpu.decode(index, make_plan(index, record.pick.indices))
+        expected = torch.empty(3, 8, 64, 64)
+        ClipTransform(TransformConfig(size=64, dtype="float32"), 8).apply(planes, index.info, record.params, range(8), expected)
+        assert torch.equal(video[slot], expected)
+
+
+def test_a_visit_of_several_clips_fails_as_a_whole(clips: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "bad.mp4").write_bytes(b"no video")
+    paths = [tmp_path / "bad.mp4", clips["h264"], clips["vp9"]]
+    options: dict[str, Any] = {"clip": {"frames": 4, "clips_per_video": 2}, "batch": 6, "device": "cpu", "shuffle": False}
+    with VideoLoader(paths, transform={"size": 32}, on_bad_file="skip", **options) as loader:
+        assert [record.path for record in next(iter(loader)).clips] == [str(clips["h264"])] * 2 + [str(clips["vp9"])] * 2
+    with VideoLoader(paths, transform={"size": 32}, **options) as loader:
+        batch = next(iter(loader))
+        assert len(batch.clips) == 6
+        assert batch.substituted[0] == str(tmp_path / "bad.mp4")
+        assert batch.clips[0].path == batch.clips[1].path != str(tmp_path / "bad.mp4")

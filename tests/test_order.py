@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpupipe.config import BatchConfig
+from gpupipe.config import LoaderConfig
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator, generator
+from gpupipe.errors import ConfigError
 from gpupipe.types import ClipRequest
 
 
@@ -73,13 +74,21 @@ def test_a_clip_has_separate_generators_for_frames_and_augmentation() -> None:
     moved = ClipRequest(0, 0, 0, entry=1)
     assert clip_generator(moved, FRAMES).random() == draws[FRAMES], "which entry it is does not matter"
     assert clip_generator(ClipRequest(0, 0, 0, 0, attempt=1), FRAMES).random() != draws[FRAMES]
+    assert clip_generator(request, FRAMES, 1).random() != draws[FRAMES], "further clips of a visit differ"
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(True, [4, 4]), (False, [4, 4, 2])])
 def test_groups_cut_the_sequence(drop_last: bool, sizes: list[int]) -> None:
     requests = Order(10, 0).requests(0)
-    config = BatchConfig(size=4, drop_last=drop_last)
+    config = LoaderConfig(batch={"size": 4, "drop_last": drop_last})
     groups = group(requests, config)
     assert [len(part) for part in groups] == sizes
     assert len(groups) == batch_count(10, config)
     assert [request for part in groups for request in part] == requests[: sum(sizes)]
+
+
+def test_several_clips_a_visit_take_as_many_places_of_a_batch() -> None:
+    config = LoaderConfig(batch={"size": 6, "drop_last": False}, clip={"clips_per_video": 3})
+    assert [len(part) for part in group(Order(5, 0).requests(0), config)] == [2, 2, 1]
+    with pytest.raises(ConfigError, match="no multiple of clips_per_video=4"):
+        LoaderConfig(batch=6, clip={"clips_per_video": 4})

@@ -144,6 +144,15 @@ def test_closing_wakes_all() -> None:
         one.take("nvdec")
 
 
+def test_it_may_be_closed_by_a_thread_that_holds_its_lock() -> None:
+    """Garbage collection may end a pipeline anywhere."""
+    one = schedule([Clip(0)])
+    with one._lock:
+        one.close()
+    with pytest.raises(Closed):
+        one.take("nvdec")
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_clip_is_taken_once_whatever_the_threads_do(seed: int) -> None:
     draw = random.Random(seed)

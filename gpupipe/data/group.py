@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from gpupipe.config import BatchConfig
+from gpupipe.config import LoaderConfig
 from gpupipe.types import ClipRequest
 
 
-def batch_count(requests: int, config: BatchConfig) -> int:
+def batch_count(requests: int, config: LoaderConfig) -> int:
     """Batches that ``requests`` requests make."""
-    return requests // config.size if config.drop_last else -(-requests // config.size)
+    size = _requests_a_batch(config)
+    return requests // size if config.batch.drop_last else -(-requests // size)
 
 
-def group(requests: list[ClipRequest], config: BatchConfig) -> list[list[ClipRequest]]:
-    """Cuts the sequence into batches of ``config.size``, the last one smaller or left out."""
-    count = batch_count(len(requests), config)
-    return [requests[k * config.size : (k + 1) * config.size] for k in range(count)]
+def group(requests: list[ClipRequest], config: LoaderConfig) -> list[list[ClipRequest]]:
+    """Cuts the sequence into batches of ``batch.size`` clips, the last one smaller or left out."""
+    size = _requests_a_batch(config)
+    return [requests[k * size : (k + 1) * size] for k in range(batch_count(len(requests), config))]
+
+
+def _requests_a_batch(config: LoaderConfig) -> int:
+    return config.batch.size // config.clip.clips_per_video

@@ -78,7 +78,7 @@ class VideoLoader:
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
-        self._batches = batch_count(len(order), self.config.batch)
+        self._batches = batch_count(len(order), self.config)
         if self._batches == 0:
             raise ConfigError(
                 f"{len(entries)} videos over {world_size} rank(s) make no full batch of {self.config.batch.size}",
@@ -147,7 +147,7 @@ class VideoLoader:
         with self._iterating:
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
             epoch, self._epoch = self._epoch, self._epoch + 1
-            groups = group(self._job.order.requests(epoch), self.config.batch)
+            groups = group(self._job.order.requests(epoch), self.config)
             self._pipeline = Pipeline(self._job, groups, epoch)
             iterator = BatchIterator(self._pipeline, self._job)
             self._iterator = weakref.ref(iterator)

@@ -20,9 +20,9 @@ def generator(seed: int, *key: int) -> np.random.Generator:
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed & 0xFFFF_FFFF_FFFF_FFFF, *key])))
 
 
-def clip_generator(request: ClipRequest, purpose: int) -> np.random.Generator:
-    """The generator of one clip for ``FRAMES`` or ``AUGMENT``."""
-    return generator(request.seed, purpose, request.epoch, request.sample, request.attempt)
+def clip_generator(request: ClipRequest, purpose: int, clip: int = 0) -> np.random.Generator:
+    """The generator of one of a request's clips for ``FRAMES`` or ``AUGMENT``."""
+    return generator(request.seed, purpose, request.epoch, request.sample, request.attempt, clip)
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,19 +76,19 @@ class Job:
 class _Task:
     number: int
     assembly: Assembly
-    slot: int
+    slots: range
     request: ClipRequest
 
 
 @dataclass(frozen=True, slots=True)
-class _Clip:
-    """A task of which all is known but the pixels."""
+class _Visit:
+    """A task of which all is known but the pixels: the clips of one video, decoded in one pass."""
 
     task: _Task
     request: ClipRequest
     entry: Entry
     index: VideoIndex
-    pick: FramePick
+    picks: list[FramePick]
     plan: Plan
     choice: Choice
 
@@ -128,7 +128,7 @@ class Pipeline:
         paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers)
         self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
-        self._schedule: Schedule[_Task, _Clip] = Schedule(
+        self._schedule: Schedule[_Task, _Visit] = Schedule(
             self._tasks,
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
@@ -210,48 +210,48 @@ class Pipeline:
         return self._stopping
 
     def _work(self, engine: DecodeEngine, kind: Decoder) -> None:
-        """A thread's life: take the next clip, make it, and complete the batch if it was the last one."""
+        """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
         try:
             if engine.stream is not None:  # a new thread's current GPU is the first one, whatever this loader's is
                 torch.cuda.set_device(engine.device)
             while not self._stopping:
-                clip = self._schedule.take(kind)
-                if clip is None:
+                visit = self._schedule.take(kind)
+                if visit is None:
                     return
-                self._serve(engine, kind, clip)
-                del clip  # while this thread waits for the next one, the batch may be used and dropped
+                self._serve(engine, kind, visit)
+                del visit  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed):
             return
         except BaseException as error:  # crosses to the consumer, who raises it
             self._jitter.fail(error)
             self._schedule.close()
 
-    def _serve(self, engine: DecodeEngine, kind: Decoder, clip: _Clip) -> None:
-        """Makes a clip; what fails is left to the other kind of engine, substituted, skipped or raised."""
+    def _serve(self, engine: DecodeEngine, kind: Decoder, visit: _Visit) -> None:
+        """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
         try:
             try:
-                arrival = self._make(engine, "cpu" if kind == "cpu" else clip.decoder, clip)
+                arrivals = self._make(engine, "cpu" if kind == "cpu" else visit.decoder, visit)
             except Unsupported:  # NVDEC gave up on it
-                self._schedule.pass_on(replace(clip, choice=engine.choose(clip.index)))
+                self._schedule.pass_on(replace(visit, choice=engine.choose(visit.index)))
                 return
         except _BAD as error:
-            request = self._after_failure(clip.task, clip.request, clip.entry, error)
-            following = self._usable(clip.task, request) if request is not None else None
+            request = self._after_failure(visit.task, visit.request, visit.entry, error)
+            following = self._usable(visit.task, request) if request is not None else None
             if following is not None:
                 self._schedule.pass_on(following)
             else:
-                self._schedule.done(clip, kind)
+                self._schedule.done(visit, kind)
             return
-        self._schedule.done(clip, kind, time.perf_counter() - begin)
-        self._arrived(clip.task, arrival)
+        self._schedule.done(visit, kind, time.perf_counter() - begin)
+        self._arrived(visit.task, arrivals)
 
-    def _prepare(self, task: _Task) -> _Clip | None:
-        """The clip of a task, or a substitute where that cannot be had; None when the slot is skipped."""
+    def _prepare(self, task: _Task) -> _Visit | None:
+        """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
         self._ahead.advance()
         return self._usable(task, task.request)
 
-    def _usable(self, task: _Task, request: ClipRequest) -> _Clip | None:
+    def _usable(self, task: _Task, request: ClipRequest) -> _Visit | None:
         job = self._job
         while True:
             entry = job.entries[request.entry]
@@ -261,9 +261,11 @@ class Pipeline:
                     index = indices.load(job.file_of(entry), partial(make, stop=self._asked_to_stop))
                 if index.info.damage is not None:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
-                pick = pick_frames(job.config.clip, index, clip_generator(request, FRAMES), start_frame(entry))
                 choice = job.engines[0].choose(index)
-                return _Clip(task, request, entry, index, pick, make_plan(index, pick.indices), choice)
+                draws = [clip_generator(request, FRAMES, clip) for clip in range(len(task.slots))]
+                picks = [pick_frames(job.config.clip, index, draw, start_frame(entry)) for draw in draws]
+                plan = make_plan(index, [frame for pick in picks for frame in pick.indices])
+                return _Visit(task, request, entry, index, picks, plan, choice)
             except _BAD as error:
                 substitute = self._after_failure(task, request, entry, error)
                 if substitute is None:
@@ -271,10 +273,10 @@ class Pipeline:
                 request = substitute
 
     def _after_failure(self, task: _Task, request: ClipRequest, entry: Entry, error: GpupipeError) -> ClipRequest | None:
-        """Counts and names a bad sample; the request that stands in for it, or None when its slot is skipped, which is done."""
+        """Counts and names a bad sample; the request that stands in for it, or None when its slots are skipped, and done."""
         job = self._job
-        job.telemetry.count("bad_clips")
-        task.assembly.unusable(task.slot, entry.path)
+        job.telemetry.count("bad_clips", len(task.slots))
+        task.assembly.unusable(task.slots[0], entry.path)
         job.bad_files.setdefault(entry.path, str(error))
         job.telemetry.warn_once(f"bad {entry.path}", f"{entry.path} cannot be used: {error}")
         if job.config.on_bad_file == "raise":
@@ -291,35 +293,42 @@ class Pipeline:
         job.telemetry.count("substituted")
         return job.order.substitute(request)
 
-    def _make(self, engine: DecodeEngine, decoder: Decoder, clip: _Clip) -> Arrival:
-        job, info, task = self._job, clip.index.info, clip.task
-        planes = engine.run(decoder, clip.index, clip.plan, self._asked_to_stop)
-        params = job.transform.draw(info, clip_generator(clip.request, AUGMENT))
-        with stage("transform", clip.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
-            out = task.assembly.slot(task.slot, engine.stream)
-            job.transform.apply(planes, info, params, clip.plan.frame_map, out)
-            done = engine.stream.record_event() if engine.stream is not None else None
-        job.telemetry.count("clips")
-        job.telemetry.count("frames_used", len(set(clip.pick.indices)))
-        record = ClipRecord(clip.entry.path, clip.request, clip.pick, params, decoder)
-        return Arrival(record, clip.index.seconds_of(clip.pick.indices), clip.entry.columns, done)
+    def _make(self, engine: DecodeEngine, decoder: Decoder, visit: _Visit) -> list[Arrival]:
+        job, info, task = self._job, visit.index.info, visit.task
+        planes = engine.run(decoder, visit.index, visit.plan, self._asked_to_stop)
+        arrivals = []
+        for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
+            params = job.transform.draw(info, clip_generator(visit.request, AUGMENT, clip))
+            first = clip * len(pick.indices)
+            frames = visit.plan.frame_map[first : first + len(pick.indices)]
+            with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
+                job.transform.apply(planes, info, params, frames, task.assembly.slot(slot, engine.stream))
+                done = engine.stream.record_event() if engine.stream is not None else None
+            record = ClipRecord(visit.entry.path, visit.request, pick, params, decoder, clip)
+            arrivals.append(Arrival(record, visit.index.seconds_of(pick.indices), visit.entry.columns, done))
+        job.telemetry.count("clips", len(arrivals))
+        job.telemetry.count(f"{decoder}_clips", len(arrivals))
+        job.telemetry.count("frames_used", sum(len(set(pick.indices)) for pick in visit.picks))
+        return arrivals
 
-    def _arrived(self, task: _Task, arrival: Arrival | None) -> None:
-        if task.assembly.arrive(task.slot, arrival):
-            with stage("assemble"):
-                finished = task.assembly.finish()
-            self._jitter.put(task.number, finished or _Skipped())
+    def _arrived(self, task: _Task, arrivals: list[Arrival] | None) -> None:
+        for clip, slot in enumerate(task.slots):
+            if task.assembly.arrive(slot, arrivals[clip] if arrivals is not None else None):
+                with stage("assemble"):
+                    finished = task.assembly.finish()
+                self._jitter.put(task.number, finished or _Skipped())
 
 
 def _tasks(
     job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, jitter: JitterBuffer[Ready | _Skipped]
 ) -> Generator[_Task]:
-    """All clips of the epoch in order; blocks before a batch for which the jitter buffer has no room."""
+    """All visits of the epoch in order; blocks before a batch for which the jitter buffer has no room."""
+    clips = job.config.clip.clips_per_video
     for position, requests in enumerate(groups[first_batch:], first_batch):
         number = jitter.reserve()
         with stage("allocate"):
             assembly = Assembly(
-                len(requests),
+                len(requests) * clips,
                 job.transform.clip_shape,
                 job.transform.dtype,
                 job.device,
@@ -328,7 +337,7 @@ def _tasks(
                 epoch=epoch,
                 index=position,
             )
-        for slot, request in enumerate(requests):
-            yield _Task(number, assembly, slot, request)
+        for place, request in enumerate(requests):
+            yield _Task(number, assembly, range(place * clips, (place + 1) * clips), request)
         del assembly  # the wait for room may be long, and the batch dropped meanwhile
     jitter.finish(len(groups) - first_batch)

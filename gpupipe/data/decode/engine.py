@@ -136,7 +136,6 @@ class DecodeEngine:
                 planes = cpu.decode(index, plan, stop)
         self._telemetry.count("packets_decoded", plan.packets)
         self._telemetry.count("frames_decoded", len(plan.frames))
-        self._telemetry.count(f"{decoder}_clips")
         if decoder == "cpu" and self.device.type == "cuda":
             with stage("upload", path):
                 planes = self._hardware().store.upload(planes)

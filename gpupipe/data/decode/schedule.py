@@ -67,7 +67,7 @@ class Schedule(Generic[Task, Work]):
         self._helping = helping
         self._window = window
         self._pulling = threading.Lock()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # garbage collection may close the schedule in a thread that holds the lock
         self._changed: dict[Decoder, threading.Condition] = {
             "nvdec": threading.Condition(self._lock),
             "cpu": threading.Condition(self._lock),
