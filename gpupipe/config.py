@@ -214,6 +214,9 @@ class DecodeConfig(StageConfig):
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
     """Decode threads; None: half again as many as NVDEC has engines, on the CPU one for each core
     that this process may use."""
+    limit_seconds: Annotated[float, Field(gt=0)] = 120.0
+    """How long one visit to a video may take. After that it is a bad file, even when a thread is stuck in native code: that
+    thread is given up and replaced."""
     cpu_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = 0
     """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
     it, where they are fast enough to add; ``auto``: three of four cores. On the CPU: 0 decodes in threads instead."""

@@ -225,3 +225,90 @@ def test_leaving_early_ends_helpers_amid_their_work(paths: list[Path], two_kinds
         assert time.monotonic() - begin < 10
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("gpupipe-clips")]
     assert not helpers()
+
+
+class StuckHardware(DecodeEngine):
+    """Stays in one video as in native code: it hears of nothing."""
+
+    held = threading.Event()
+    stuck_in: tuple[str, ...] = ()
+    entered: list[str]
+
+    def run(self, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+        name = Path(index.info.path).name
+        if name in self.stuck_in:
+            self.entered.append(name)
+            self.held.wait(30)
+        return super().run("cpu", index, plan, stop)
+
+
+@pytest.fixture
+def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StuckHardware]]:
+    def engines(config: Any, device: Any, telemetry: Any) -> tuple[list[DecodeEngine], list[DecodeEngine]]:
+        shared: dict[str, Any] = {"mode": "auto", "keep": 1, "fallbacks": Fallbacks(), "telemetry": telemetry}
+        return [StuckHardware(device, **shared) for _ in range(2)], []
+
+    monkeypatch.setattr(loader_room, "_engines", engines)
+    monkeypatch.setattr("gpupipe.data.pipeline._GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(StuckHardware, "held", threading.Event())
+    monkeypatch.setattr(StuckHardware, "entered", [], raising=False)
+    yield StuckHardware
+    StuckHardware.held.set()
+
+
+LIMITED: dict[str, Any] = {**OPTIONS, "device": "cpu", "decode": {"limit_seconds": 0.5}, "batch": 3, "shuffle": False}
+
+
+@pytest.mark.parametrize("policy", ["substitute", "skip", "raise"])
+def test_a_thread_that_is_stuck_is_given_up_and_replaced(
+    policy: str, clips: dict[str, Path], tmp_path: Path, stuck: type[StuckHardware], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StuckHardware, "stuck_in", ("one.mp4", "two.mp4"))
+    bad = [str(shutil.copy(clips["h264"], tmp_path / name)) for name in ("one.mp4", "two.mp4")]
+    paths = [bad[0], clips["h264"], clips["vp9"], clips["hevc"], bad[1], clips["mpeg4"], *[clips["h264"]] * 6]
+    with VideoLoader(paths, **LIMITED, on_bad_file=policy) as loader:  # both threads are stuck before the epoch is through
+        begin = time.monotonic()
+        if policy == "raise":
+            with pytest.raises(DecodeError, match=r"one\.mp4: a decoder was stuck in it for longer than 0.5 s"):
+                list(loader)
+        else:
+            batches = list(loader)
+            names = [Path(clip.path).name for batch in batches for clip in batch.clips]
+            assert len(names) == (12 if policy == "substitute" else 10)
+            assert not {"one.mp4", "two.mp4"} & set(names)
+            assert sorted(loader.bad_files) == bad
+            assert loader.stats()["threads_given_up"] == len(stuck.entered) >= 2
+            before = [batch.video.clone() for batch in batches]
+            stuck.held.set()  # they wake up, and must leave the batches alone
+            time.sleep(0.3)
+            assert all(torch.equal(a, batch.video) for a, batch in zip(before, batches, strict=True))
+        assert time.monotonic() - begin < 20
+    stuck.held.set()
+
+
+def test_work_that_hears_is_ended_by_the_limit_without_giving_up_its_thread(
+    clips: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = str(shutil.copy(clips["h264"], tmp_path / "slow.mp4"))
+    original = cpu.decoded
+
+    def crawl(context: Any, packet: Any) -> Any:
+        if threading.current_thread().name.startswith("gpupipe-clips") and crawl_in[0]:
+            time.sleep(0.2)
+        return original(context, packet)
+
+    crawl_in = [False]
+    run = DecodeEngine.run
+
+    def watched(self: DecodeEngine, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any) -> Planes:
+        crawl_in[0] = index.info.path == slow
+        return run(self, decoder, index, plan, stop)
+
+    monkeypatch.setattr(cpu, "decoded", crawl)
+    monkeypatch.setattr(DecodeEngine, "run", watched)
+    options = {**LIMITED, "decode": {"limit_seconds": 0.5, "threads": 1}}
+    with VideoLoader([slow, clips["vp9"], clips["hevc"]], **options) as loader:
+        (batch,) = list(loader)
+        assert slow not in batch.paths
+        assert "longer than 0.5 s" in loader.bad_files[slow]
+        assert "threads_given_up" not in loader.stats()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import threading
 import time
 import weakref
 from collections.abc import Generator, Mapping, Sequence
@@ -17,6 +16,7 @@ import torch
 from gpupipe.config import LoaderConfig
 from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
+from gpupipe.data.crew import Crew, TakenAway, Worker
 from gpupipe.data.decode import Choice, DecodeEngine, Decoder, Schedule, Unsupported
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.ahead import IndexAhead
@@ -35,6 +35,9 @@ from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry, FramePick
 
 _BAD = (OpenError, DecodeError, SampleError)
 """Errors that are a sample's own."""
+_GRACE_SECONDS = 5.0
+"""How much longer than a video may take until its thread counts as stuck: by then it would have noticed by itself."""
+_LATE = "leave the file out, or raise decode.limit_seconds"
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
 
@@ -124,7 +127,7 @@ class Pipeline:
         self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(job.config.jitter.depth, job.telemetry)
         self._stopping = False
         self._owner = os.getpid()
-        self._streams = [engine.stream for engine in [*job.engines, *job.helpers] if engine.stream is not None]
+        self._streams = _streams(job)
         paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers)
         self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
@@ -135,17 +138,17 @@ class Pipeline:
             helping=job.config.decode.cpu_workers != 0,
             window=job.config.jitter.depth * job.config.batch.size,
         )
-        # Without NVDEC all engines stand in one line, whatever they are called.
-        pairs: list[tuple[DecodeEngine, Decoder]] = [(engine, "nvdec") for engine in job.engines]
-        pairs += [(engine, "cpu") for engine in job.helpers]
-        self._threads = [
-            threading.Thread(target=self._work, args=pair, name=f"gpupipe-clips-{number}", daemon=True)
-            for number, pair in enumerate(pairs)
-        ]
+        self._crew: Crew[DecodeEngine, tuple[_Task, ClipRequest]] = Crew(
+            [*job.engines, *job.helpers],
+            self._work,
+            self._successor,
+            self._taken,
+            limit_seconds=job.config.decode.limit_seconds + _GRACE_SECONDS,
+            name="gpupipe-clips",
+        )
         _running.add(self)
         try:
-            for thread in self._threads:
-                thread.start()
+            self._crew.start()
         except BaseException:  # no room for one more, or Ctrl-C: those that run would use the engines beside the next epoch's
             self.stop()
             raise
@@ -172,7 +175,8 @@ class Pipeline:
         if self._forked:
             return
         self.abandon()
-        for thread in self._threads + self._ahead.threads:
+        self._crew.join()
+        for thread in self._ahead.threads:
             if thread.ident is not None:  # it was started
                 thread.join()
         self._settle()
@@ -202,15 +206,26 @@ class Pipeline:
         if self._forked:
             return
         self._stopping = True
+        self._crew.end()
         self._ahead.abandon()
         self._schedule.close()
         self._jitter.close()
 
-    def _asked_to_stop(self) -> bool:
+    def _give_up(self) -> bool:
+        """Asked by long work: whether the pipeline is to end.
+
+        Raises:
+            DecodeError: when the work has taken longer than it may.
+        """
+        if self._crew.me.seconds > self._job.config.decode.limit_seconds:
+            raise DecodeError(f"it took longer than {self._job.config.decode.limit_seconds:g} s", fix=_LATE)
         return self._stopping
 
-    def _work(self, engine: DecodeEngine, kind: Decoder) -> None:
+    def _work(self, worker: Worker[DecodeEngine, tuple[_Task, ClipRequest]]) -> None:
         """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
+        engine, job = worker.engine, self._job
+        # Without NVDEC all engines stand in one line, whatever it is called.
+        kind: Decoder = "nvdec" if worker.line < len(job.engines) else "cpu"
         try:
             if engine.stream is not None:  # a new thread's current GPU is the first one, whatever this loader's is
                 torch.cuda.set_device(engine.device)
@@ -218,13 +233,43 @@ class Pipeline:
                 visit = self._schedule.take(kind)
                 if visit is None:
                     return
+                worker.begin((visit.task, visit.request))
                 self._serve(engine, kind, visit)
                 del visit  # while this thread waits for the next one, the batch may be used and dropped
-        except (Stopped, Closed):
+        except (Stopped, Closed, TakenAway):
             return
         except BaseException as error:  # crosses to the consumer, who raises it
-            self._jitter.fail(error)
-            self._schedule.close()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._jitter.fail(error)
+        self._schedule.close()
+
+    def _successor(self, worker: Worker[DecodeEngine, tuple[_Task, ClipRequest]]) -> DecodeEngine:
+        """The engine in the place of one whose thread is stuck in native code, for this epoch and the next ones."""
+        job = self._job
+        own = len(job.engines)
+        engines, place = (job.engines, worker.line) if worker.line < own else (job.helpers, worker.line - own)
+        engines[place] = worker.engine.twin()
+        self._streams = _streams(job)
+        job.telemetry.count("threads_given_up")
+        return engines[place]
+
+    def _taken(self, work: tuple[_Task, ClipRequest]) -> None:
+        """What becomes of the clips that a stuck thread was at."""
+        job, (task, request) = self._job, work
+        entry = job.entries[request.entry]
+        error = DecodeError(
+            f"{entry.path}: a decoder was stuck in it for longer than {job.config.decode.limit_seconds:g} s",
+            fix=_LATE,
+            path=entry.path,
+        )
+        try:
+            substitute = self._after_failure(task, request, entry, error)
+        except Exception as failure:  # the watch goes on whatever comes
+            self._fail(failure)
+        else:
+            self._schedule.again(replace(task, request=substitute) if substitute is not None else None)
 
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: _Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
@@ -233,9 +278,11 @@ class Pipeline:
             try:
                 arrivals = self._make(engine, "cpu" if kind == "cpu" else visit.decoder, visit)
             except Unsupported:  # NVDEC gave up on it
+                self._crew.me.claim()
                 self._schedule.pass_on(replace(visit, choice=engine.choose(visit.index)))
                 return
         except _BAD as error:
+            self._crew.me.claim()
             request = self._after_failure(visit.task, visit.request, visit.entry, error)
             following = self._usable(visit.task, request) if request is not None else None
             if following is not None:
@@ -252,21 +299,24 @@ class Pipeline:
         return self._usable(task, task.request)
 
     def _usable(self, task: _Task, request: ClipRequest) -> _Visit | None:
-        job = self._job
+        job, me = self._job, self._crew.me
         while True:
             entry = job.entries[request.entry]
+            me.begin((task, request))
             try:
                 with job.telemetry.span("index"):
                     self._ahead.wait_for(job.file_of(entry))
-                    index = indices.load(job.file_of(entry), partial(make, stop=self._asked_to_stop))
+                    index = indices.load(job.file_of(entry), partial(make, stop=self._give_up))
                 if index.info.damage is not None:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
                 draws = [clip_generator(request, FRAMES, clip) for clip in range(len(task.slots))]
                 picks = [pick_frames(job.config.clip, index, draw, start_frame(entry)) for draw in draws]
                 plan = make_plan(index, [frame for pick in picks for frame in pick.indices])
+                me.claim()
                 return _Visit(task, request, entry, index, picks, plan, choice)
             except _BAD as error:
+                me.claim()
                 substitute = self._after_failure(task, request, entry, error)
                 if substitute is None:
                     return None
@@ -295,7 +345,8 @@ class Pipeline:
 
     def _make(self, engine: DecodeEngine, decoder: Decoder, visit: _Visit) -> list[Arrival]:
         job, info, task = self._job, visit.index.info, visit.task
-        planes = engine.run(decoder, visit.index, visit.plan, self._asked_to_stop)
+        planes = engine.run(decoder, visit.index, visit.plan, self._give_up)
+        self._crew.me.claim()
         arrivals = []
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
             params = job.transform.draw(info, clip_generator(visit.request, AUGMENT, clip))
@@ -317,6 +368,10 @@ class Pipeline:
                 with stage("assemble"):
                     finished = task.assembly.finish()
                 self._jitter.put(task.number, finished or _Skipped())
+
+
+def _streams(job: Job) -> list[torch.cuda.Stream]:
+    return [engine.stream for engine in [*job.engines, *job.helpers] if engine.stream is not None]
 
 
 def _tasks(

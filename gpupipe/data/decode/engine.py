@@ -157,6 +157,17 @@ class DecodeEngine:
                 raise
         return decoder.decode(index, plan, stop)
 
+    def twin(self) -> DecodeEngine:
+        """An engine like this one, with a lane and a process of its own."""
+        return type(self)(
+            self.device,
+            mode=self._mode,
+            keep=self._keep,
+            fallbacks=self._fallbacks,
+            telemetry=self._telemetry,
+            process=DecodeProcess() if self._process is not None else None,
+        )
+
     def close(self) -> None:
         """Leaves the decoders to the next engine; a later decode takes a lane anew."""
         if self._process is not None:

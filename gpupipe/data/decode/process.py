@@ -18,7 +18,7 @@ import numpy as np
 
 from gpupipe.data.child import Child, ChildEnded
 from gpupipe.data.plan import Plan
-from gpupipe.data.stop import Stop, Stopped, never
+from gpupipe.data.stop import Stop, never
 from gpupipe.errors import DecodeError, OpenError
 from gpupipe.types import PlaneFormat, Planes
 
@@ -55,13 +55,14 @@ class DecodeProcess:
             self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()])
         try:
             (answer,) = self._child.ask({"identity": asdict(index.identity), "frames": plan.frames}, stop)
-        except (ChildEnded, Stopped) as error:
+        except ChildEnded as error:
             self._drop_child()
-            if isinstance(error, Stopped):
-                raise
             raise DecodeError(
                 f"{path}: the process that decoded it ended", fix="is the file damaged, or memory short?", path=path
             ) from error
+        except BaseException:  # an answer that is not taken would be that to the next request
+            self._drop_child()
+            raise
         told = json.loads(answer)
         if "error" in told:
             kind = _ERRORS.get(told["error"], DecodeError)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, Literal, Protocol, TypeVar
 
+from gpupipe.data.crew import TakenAway
 from gpupipe.data.jitter import Closed
 
 Decoder = Literal["nvdec", "cpu"]
@@ -66,6 +67,7 @@ class Schedule(Generic[Task, Work]):
         self._hardware = hardware
         self._helping = helping
         self._window = window
+        self._repeated: deque[Task] = deque()
         self._pulling = threading.Lock()
         self._lock = threading.RLock()  # garbage collection may close the schedule in a thread that holds the lock
         self._changed: dict[Decoder, threading.Condition] = {
@@ -135,6 +137,15 @@ class Schedule(Generic[Task, Work]):
                     self._changed["cpu"].notify()
             self._one_less()
 
+    def again(self, task: Task | None) -> None:
+        """Says that a clip was taken away from the thread that had it; ``task`` is to be done in its place."""
+        with self._lock:
+            if task is not None:
+                self._repeated.append(task)
+                self._exhausted = False
+            self._at_work -= 1
+            self._wake_all()
+
     def close(self) -> None:
         """Wakes all who wait."""
         with self._lock:
@@ -147,6 +158,7 @@ class Schedule(Generic[Task, Work]):
             self._tasks.close()
         for waiting in self._waiting.values():
             waiting.clear()
+        self._repeated.clear()
 
     def _line(self, decoder: Decoder) -> Decoder:
         """Where clips for an engine wait: all in one line when there is no hardware."""
@@ -165,9 +177,11 @@ class Schedule(Generic[Task, Work]):
     def _pull(self) -> Work | None:
         try:
             with self._pulling:  # tasks are handed out in order
-                task = next(self._tasks, None)
+                task = self._repeated.popleft() if self._repeated else next(self._tasks, None)
             if task is not None:
                 return self._prepare(task)
+        except TakenAway:  # whoever took it away has told
+            raise
         except BaseException:
             self._less_at_work()
             raise

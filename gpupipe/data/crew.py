@@ -1,0 +1,160 @@
+"""The threads of a pipeline, under watch: one that is stuck in native code is given up, its work taken away, and replaced."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+Engine = TypeVar("Engine")
+Work = TypeVar("Work")
+
+_JOIN_SECONDS = 0.5
+_LOOKS = 8
+"""How often within the limit the watch looks around."""
+_lost: list[object] = []
+"""Engines that stuck threads still use: they may be freed by nobody."""
+
+
+class TakenAway(Exception):
+    """Raised in a thread that was given up: whatever it was at is another's now."""
+
+
+class Worker(Generic[Engine, Work]):
+    """A thread, its engine and what it is at."""
+
+    def __init__(self, engine: Engine, line: int) -> None:
+        self.engine = engine
+        self.line = line
+        """Number of the worker's place in the crew; a replacement takes it over."""
+        self.thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._work: Work | None = None
+        self._since = 0.0
+        self._given_up = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been at its work."""
+        return time.monotonic() - self._since
+
+    def begin(self, work: Work) -> None:
+        """Says what the thread is at from now on, in which it may get stuck.
+
+        Raises:
+            TakenAway: when the thread was given up.
+        """
+        with self._lock:
+            self._check()
+            self._work, self._since = work, time.monotonic()
+
+    def claim(self) -> None:
+        """Makes the outcome of the work the thread's own to deliver; from here on it is not taken away.
+
+        Raises:
+            TakenAway: when it was.
+        """
+        with self._lock:
+            self._check()
+            self._work = None
+
+    def give_up_if_late(self, limit: float) -> Work | None:
+        """Takes the work away from a thread that has been at it for too long."""
+        with self._lock:
+            work = self._work
+            if work is None or self.seconds < limit:
+                return None
+            self._given_up, self._work = True, None
+            return work
+
+    @property
+    def given_up(self) -> bool:
+        return self._given_up
+
+    def _check(self) -> None:
+        if self._given_up:
+            raise TakenAway
+
+
+class Crew(Generic[Engine, Work]):
+    """Runs ``work`` in a thread for each engine.
+
+    Args:
+        engines: one for each thread.
+        work: a thread's life.
+        successor: gives the engine that takes the place of a stuck worker's.
+        taken: told by the watch what was taken from a stuck worker.
+        limit_seconds: how long one piece of work may take.
+        name: of the threads.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        work: Callable[[Worker[Engine, Work]], None],
+        successor: Callable[[Worker[Engine, Work]], Engine],
+        taken: Callable[[Work], None],
+        *,
+        limit_seconds: float,
+        name: str,
+    ) -> None:
+        self._run = work
+        self._successor = successor
+        self._taken = taken
+        self._limit = limit_seconds
+        self._name = name
+        self._own = threading.local()
+        self._ended = threading.Event()
+        self._workers = [Worker[Engine, Work](engine, line) for line, engine in enumerate(engines)]
+        self._watch = threading.Thread(target=self._look_around, name=f"{name}-watch", daemon=True)
+
+    def start(self) -> None:
+        """Starts all threads. After an error here, :meth:`join` ends those that were started."""
+        for worker in self._workers:
+            self._start(worker)
+        self._watch.start()
+
+    @property
+    def me(self) -> Worker[Engine, Work]:
+        """The worker of the calling thread."""
+        worker: Worker[Engine, Work] = self._own.worker
+        return worker
+
+    def end(self) -> None:
+        """Ends the watch, without waiting for it; the threads must end by themselves."""
+        self._ended.set()
+
+    def join(self) -> None:
+        """Waits for all threads but those that are stuck: nobody hears of what they were at."""
+        self.end()
+        if self._watch.ident is not None:
+            self._watch.join()
+        for worker in self._workers:
+            while worker.thread is not None and worker.thread.ident is not None and worker.thread.is_alive():
+                worker.thread.join(_JOIN_SECONDS)
+                if worker.given_up or worker.give_up_if_late(self._limit) is not None:
+                    self._forget(worker)
+                    break
+
+    def _start(self, worker: Worker[Engine, Work]) -> None:
+        worker.thread = threading.Thread(target=self._live, args=(worker,), name=f"{self._name}-{worker.line}", daemon=True)
+        worker.thread.start()
+
+    def _live(self, worker: Worker[Engine, Work]) -> None:
+        self._own.worker = worker
+        self._run(worker)
+
+    def _look_around(self) -> None:
+        while not self._ended.wait(min(1.0, self._limit / _LOOKS)):
+            for worker in list(self._workers):
+                work = worker.give_up_if_late(self._limit)
+                if work is not None:
+                    other = Worker[Engine, Work](self._forget(worker), worker.line)
+                    self._workers[worker.line] = other
+                    self._taken(work)
+                    self._start(other)
+
+    def _forget(self, worker: Worker[Engine, Work]) -> Engine:
+        _lost.append(worker.engine)
+        return self._successor(worker)
