@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from clips import write_changing_sets
+from streams import STREAMS
 
 from gpupipe.data import index as indices
 from gpupipe.data.decode import cpu, nvdec
@@ -179,6 +180,16 @@ def test_parameter_sets_that_come_once_amid_the_stream(tmp_path: Path, made: lis
     for frame in (75, 5, 55, 35, 45):
         assert_exact(hardware, index, [frame, frame + 1])
     assert_exact(decoder(), index, [72])
+
+
+@pytest.mark.parametrize("name", [name for name, stream in STREAMS.items() if stream.nvdec and "444" not in name])
+def test_streams_of_every_structure(name: str, tmp_path: Path, made: list[Decoder]) -> None:
+    index, hardware, draw = indices.load(str(STREAMS[name].make(tmp_path, name))), decoder(), random.Random(name)
+    last = index.info.frames - 1
+    for count in (1, 3, 8):
+        assert_exact(hardware, index, [draw.randint(0, last) for _ in range(count)])
+    assert_exact(hardware, index, list(range(last - 16, last + 1)))
+    assert len(made) == 1
 
 
 TRICKY = [

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import av
 import pytest
 import torch
+from streams import STREAMS
 
 from gpupipe import VideoReader
 from gpupipe.errors import DecodeError
@@ -44,6 +46,14 @@ def assert_same_planes(path: Path, *, decoder: str, picks: int = 24, seed: int =
 @pytest.mark.parametrize("name", ["h264", "h264_odd", "hevc", "vp9"])
 def test_planes_of_made_clips_equal_software(clips: dict[str, Path], name: str) -> None:
     assert_same_planes(clips[name], decoder="nvdec")
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_planes_of_streams_of_every_structure_equal_software(name: str, tmp_path: Path) -> None:
+    stream = STREAMS[name]
+    if stream.codec not in av.codecs_available:
+        pytest.skip(f"this PyAV has no encoder {stream.codec}")  # a failure under GPUPIPE_REQUIRE_GPU
+    assert_same_planes(stream.make(tmp_path, name), decoder="nvdec" if stream.nvdec else "auto")
 
 
 def test_parameter_sets_that_come_once_amid_the_stream(tmp_path: Path) -> None:

@@ -1,0 +1,123 @@
+"""Streams of every structure that the index and the plan must know, small and made here, to be compared bit by bit.
+
+Each name says what is special: how pictures refer to each other, where a decode may start, what is hidden, how packets lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clips import write_clip
+
+WIDTH, HEIGHT, FRAMES = 192, 160, 72
+"""Large enough for every NVDEC codec."""
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How to make one, and what becomes of it."""
+
+    codec: str
+    suffix: str = ".mp4"
+    params: str = ""
+    """Of x264 and x265."""
+    options: dict[str, str] = field(default_factory=dict)
+    bframes: int = 2
+    gop: int = 24
+    pix_fmt: str = "yuv420p"
+    nvdec: bool = True
+    """NVDEC decodes it on a Hopper GPU, to the bits of software."""
+
+    def make(self, folder: Path, name: str) -> Path:
+        options = dict(self.options)
+        if self.codec in ("libx264", "libx265"):
+            key = "x264-params" if self.codec == "libx264" else "x265-params"
+            quiet = "log-level=none" if self.codec == "libx264" else "log-level=none:pools=1"
+            options[key] = ":".join(filter(None, [quiet, self.params]))
+        return write_clip(
+            folder / f"{name}{self.suffix}", self.codec, width=WIDTH, height=HEIGHT, frames=FRAMES, gop=self.gop,
+            bframes=self.bframes, pix_fmt=self.pix_fmt, options=options,
+        )  # fmt: skip
+
+
+_LAYERS = (
+    "ts_number_layers=3:ts_target_bitrate=100,200,300:ts_rate_decimator=4,2,1:ts_periodicity=4:ts_layer_id=0,2,1,2:"
+    "ts_layering_mode=3"
+)
+
+
+def _layers(resilient: int) -> dict[str, str]:
+    return {
+        "deadline": "realtime", "cpu-used": "8", "lag-in-frames": "0", "error-resilient": str(resilient),
+        "b": "300k", "ts-parameters": _LAYERS,
+    }  # fmt: skip
+
+
+def _hidden(codec: str) -> Stream:
+    options = {"b": "200k", "lag-in-frames": "16", "auto-alt-ref": "1", "deadline": "good", "cpu-used": "5"}
+    return Stream(codec, ".webm", options=options, bframes=0)
+
+
+_INTERLACED = {"flags": "+ilme+ildct"}
+
+STREAMS: dict[str, Stream] = {
+    # H.264: how B pictures refer to each other
+    "h264_default": Stream("libx264"),
+    "h264_pyramid_none": Stream("libx264", params="b-pyramid=none:bframes=3:keyint=30:b-adapt=0"),
+    "h264_pyramid_strict": Stream("libx264", params="b-pyramid=strict:bframes=5:keyint=30:b-adapt=0"),
+    "h264_pyramid_normal": Stream("libx264", params="b-pyramid=normal:bframes=7:keyint=30:ref=6:b-adapt=0"),
+    "h264_ref16": Stream("libx264", params="ref=16:bframes=3:weightp=2:keyint=40:direct=temporal:weightb=1"),
+    "h264_baseline": Stream("libx264", params="bframes=0:keyint=20:cabac=0", bframes=0),
+    # H.264: where a decode may start
+    "h264_open_gop": Stream("libx264", params="open-gop=1:bframes=4:keyint=18:min-keyint=18:scenecut=0"),
+    "h264_intra_refresh": Stream("libx264", params="intra-refresh=1:keyint=20:bframes=0", bframes=0),
+    "h264_intra_refresh_b": Stream("libx264", params="intra-refresh=1:keyint=20:bframes=2"),
+    "h264_all_intra": Stream("libx264", params="keyint=1", bframes=0, gop=1),
+    # H.264: how a picture lies in its packet
+    "h264_slices": Stream("libx264", params="slices=4:bframes=3:keyint=25:aud=1:nal-hrd=vbr:vbv-maxrate=800:vbv-bufsize=800"),
+    "h264_bluray": Stream(
+        "libx264",
+        params="bluray-compat=1:slices=4:bframes=3:keyint=24:open-gop=1:b-pyramid=strict:ref=4:aud=1:vbv-maxrate=8000:"
+        "vbv-bufsize=8000",
+    ),
+    "h264_repeated_headers": Stream("libx264", params="repeat-headers=1:keyint=20"),
+    "h264_mbaff": Stream("libx264", params="tff=1:bframes=3:keyint=20:b-pyramid=normal", options=_INTERLACED, nvdec=False),
+    # H.264: containers
+    "h264_ts": Stream("libx264", ".ts", params="b-pyramid=normal:bframes=7:keyint=30:ref=6:b-adapt=0"),
+    "h264_mkv": Stream("libx264", ".mkv", params="b-pyramid=normal:bframes=7:keyint=30:ref=6:b-adapt=0"),
+    "h264_flv": Stream("libx264", ".flv", params="keyint=24"),
+    "h264_avi": Stream("libx264", ".avi", params="keyint=24:bframes=0", bframes=0),
+    # H.264: samples that NVDEC has not on every chip
+    "h264_10bit": Stream("libx264", pix_fmt="yuv420p10le", nvdec=False),
+    "h264_422": Stream("libx264", pix_fmt="yuv422p", nvdec=False),
+    "h264_444": Stream("libx264", pix_fmt="yuv444p", nvdec=False),
+    # HEVC
+    "hevc_default": Stream("libx265"),
+    "hevc_open_gop": Stream("libx265", params="open-gop=1:keyint=18:min-keyint=18:bframes=4:scenecut=0"),
+    "hevc_radl": Stream("libx265", params="open-gop=0:keyint=18:min-keyint=18:bframes=4:radl=2:scenecut=0"),
+    "hevc_temporal_layers": Stream(
+        "libx265", params="temporal-layers=3:bframes=7:keyint=30:b-adapt=0", options={"preset": "veryfast"}
+    ),
+    "hevc_pyramid": Stream("libx265", params="b-pyramid=1:bframes=8:ref=5:keyint=30:b-adapt=0", options={"preset": "veryfast"}),
+    "hevc_intra_refresh": Stream("libx265", params="intra-refresh=1:keyint=20"),
+    "hevc_slices": Stream("libx265", params="slices=2:aud=1:hrd=1:vbv-maxrate=800:vbv-bufsize=800:keyint=20:hash=1"),
+    "hevc_repeated_headers": Stream("libx265", params="keyint=20:repeat-headers=1"),
+    "hevc_ts": Stream("libx265", ".ts", params="keyint=20"),
+    "hevc_10bit": Stream("libx265", pix_fmt="yuv420p10le"),
+    "hevc_444": Stream("libx265", pix_fmt="yuv444p"),
+    # VP9 and VP8: hidden pictures, temporal layers
+    "vp9_default": Stream("libvpx-vp9", ".webm", bframes=0),
+    "vp9_hidden": _hidden("libvpx-vp9"),
+    "vp9_layers": Stream("libvpx-vp9", ".webm", options=_layers(0), bframes=0),
+    "vp9_layers_resilient": Stream("libvpx-vp9", ".webm", options=_layers(1), bframes=0),
+    "vp8_hidden": _hidden("libvpx"),
+    "vp8_layers": Stream("libvpx", ".webm", options=_layers(0), bframes=0),
+    "vp8_layers_resilient": Stream("libvpx", ".webm", options=_layers(1), bframes=0),
+    # Codecs that stay with software
+    "mpeg2_b": Stream("mpeg2video", ".mpg", options={"b": "600k"}, gop=15, nvdec=False),
+    "mpeg2_interlaced": Stream("mpeg2video", ".ts", options={"b": "900k", **_INTERLACED}, gop=12, nvdec=False),
+    "mpeg4_mp4": Stream("mpeg4", gop=30, nvdec=False),
+    "mpeg4_avi": Stream("mpeg4", ".avi", gop=30, nvdec=False),
+    "av1": Stream("libsvtav1", options={"preset": "12", "svtav1-params": "lp=1"}, bframes=0, nvdec=False),
+}
