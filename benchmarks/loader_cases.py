@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shutil
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -13,6 +15,7 @@ import av
 import numpy as np
 import torch
 import torch.nn.functional as F
+from make_media import kind_of
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -20,32 +23,41 @@ STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Case:
-    """``clips`` visits of one clip each; a clip has ``frames`` frames, ``stride`` apart, of a video of this kind."""
+    """``clips`` visits of one clip each; a clip has ``frames`` frames, ``stride`` apart, of a video of one of these kinds."""
 
-    kind: str
+    name: str
+    kinds: tuple[str, ...]
     stride: int
     frames: int = 16
     size: int = 224
     batch: int = 8
     clips: int = 200
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}-s{self.stride}" if "tiny" in self.kind else f"{self.kind}-g250-s{self.stride}"
+    cold: bool = False
+    """Each visit has a file of its own that is not in the page cache."""
 
 
-CASES = {
-    case.name: case
-    for case in (
-        Case("h264-1080p", 1),
-        Case("h264-1080p", 4),
-        Case("h264-256p", 1),
-        Case("h264-256p", 4),
-        Case("hevc-1080p", 1),
-        Case("hevc-1080p", 4),
-        Case("h264-tiny", 1, frames=8, size=64, batch=4, clips=16),
-    )
-}
+MIXED = (
+    "h264-1080p", "h264-256p", "hevc-720p", "h264-720p", "vp9-256p", "hevc-1080p", "h264-720p-g60", "h264-256p-g30",
+)  # fmt: skip
+_NAME = re.compile(r"(?:(\w+-\w+)-g(\d+)|mixed)-s(\d+)(-frame)?(-cold)?")
+
+
+def case_of(name: str) -> Case:
+    """The case of a name: ``CODEC-SIZE-gN-sN`` or ``mixed-sN``, with ``-frame`` for single frames, ``-cold`` for cold files.
+
+    Raises:
+        ValueError: when it is no case's name.
+    """
+    if name == "h264-tiny-s1":
+        return Case(name, ("h264-tiny",), 1, frames=8, size=64, batch=4, clips=16)
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not CODEC-SIZE-gN-sN[-frame][-cold], nor mixed-sN[-frame][-cold]")
+    kind = match[1] if match[2] == "250" else f"{match[1]}-g{match[2]}"
+    kinds = (kind,) if match[1] else MIXED
+    for each in kinds:
+        kind_of(each)
+    return Case(name, kinds, int(match[3]), frames=1 if match[4] else 16, cold=bool(match[5]))
 
 
 @dataclass(frozen=True)
@@ -57,7 +69,10 @@ class Draw:
 
 
 def draw(case: Case, sources: Sequence[Path], folder: Path, seed: int) -> list[Draw]:
-    """A file of its own for each visit (a hard link to one of the sources) and a random start in it; the same for one seed."""
+    """A file of its own for each visit (a hard link to one of the sources) and a random start in it; the same for one seed.
+
+    For a cold case it is a copy that the page cache has let go of.
+    """
     rng = np.random.default_rng(seed)
     lengths = [len(packets(source)[0]) for source in sources]
     folder.mkdir(parents=True, exist_ok=True)
@@ -65,10 +80,21 @@ def draw(case: Case, sources: Sequence[Path], folder: Path, seed: int) -> list[D
     for number in range(case.clips):
         which = number % len(sources)
         path = folder / f"{number:04d}{sources[which].suffix}"
-        os.link(sources[which], path)
+        if case.cold:
+            shutil.copyfile(sources[which], path)
+            _forget(path)
+        else:
+            os.link(sources[which], path)
         last = lengths[which] - (case.frames - 1) * case.stride - 1
         draws.append(Draw(str(path), int(rng.integers(0, last + 1))))
     return draws
+
+
+def _forget(path: Path) -> None:
+    """Makes the kernel let go of a file's pages."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def indices(case: Case, start: int) -> list[int]:

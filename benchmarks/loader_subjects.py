@@ -28,9 +28,9 @@ class Session(Protocol):
 
 
 class Gpupipe:
-    """One VideoLoader over all visits."""
+    """One VideoLoader over all visits; ``decode`` are fields of its DecodeConfig."""
 
-    def __init__(self, case: Case, draws: Sequence[Draw], device: torch.device) -> None:
+    def __init__(self, case: Case, draws: Sequence[Draw], device: torch.device, decode: dict[str, Any]) -> None:
         from gpupipe import VideoLoader
 
         self.loader = VideoLoader(
@@ -39,6 +39,7 @@ class Gpupipe:
             transform={"size": case.size, "crop": "center", "hflip": 0.0, "dtype": "bfloat16"},
             batch=case.batch,
             device=str(device),
+            decode=decode,
             shuffle=False,
             on_bad_file="raise",
         )
@@ -127,15 +128,33 @@ def pyav(case: Case, draws: Sequence[Draw], device: torch.device, threads: int) 
     return Threaded(case, draws, device, threads, lambda visit: decode_cpu(visit.path, indices(case, visit.start)))
 
 
+def decord(case: Case, draws: Sequence[Draw], device: torch.device, threads: int) -> Threaded:
+    """A new VideoReader of decord2 a visit, one decoding thread in each."""
+    import decord as library
+
+    def decode(visit: Draw) -> torch.Tensor:
+        reader = library.VideoReader(visit.path, ctx=library.cpu(0), num_threads=1)
+        return torch.from_numpy(reader.get_batch(indices(case, visit.start)).asnumpy()).permute(0, 3, 1, 2)
+
+    return Threaded(case, draws, device, threads, decode)
+
+
 Maker = Callable[[Case, Sequence[Draw], torch.device], Session]
 
+
+def gpupipe(**decode: Any) -> Maker:
+    """A subject: a VideoLoader with these fields of DecodeConfig."""
+    return lambda case, draws, device: Gpupipe(case, draws, device, decode)
+
+
 SUBJECTS: dict[str, Maker] = {
-    "gpupipe": Gpupipe,
+    "gpupipe": gpupipe(),
     "torchcodec-cuda-7t": lambda c, d, dev: torchcodec(c, d, dev, 7, str(dev), "exact"),
     "torchcodec-cuda-14t": lambda c, d, dev: torchcodec(c, d, dev, 14, str(dev), "exact"),
     "torchcodec-cuda-14t-approximate": lambda c, d, dev: torchcodec(c, d, dev, 14, str(dev), "approximate"),
     "torchcodec-cpu-16t": lambda c, d, dev: torchcodec(c, d, dev, 16, "cpu", "exact"),
     "pynvvideocodec-simple-14t": lambda c, d, dev: pynvvideocodec(c, d, dev, 14),
+    "decord2-cpu-16t": lambda c, d, dev: decord(c, d, dev, 16),
     "pyav-16t": lambda c, d, dev: pyav(c, d, dev, 16),
 }
 

@@ -5,7 +5,8 @@
 The pictures are made to behave in an encoder as camera footage does: textures whose spectrum falls a little faster than the 1/f
 of natural pictures (Field, 1987), pans that give motion vectors work, cuts every 4 to 8 s that end a group of pictures early,
 and noise that the encoder has to throw away. With ``--source`` the frames of a real video are scaled and looped instead. Frames
-are 30 a second; the keyframe distance is at most 250. Streams are tagged BT.709, limited range, so nobody has to guess.
+are 30 a second. Streams are tagged BT.709, limited range, so nobody has to guess. A kind is named ``CODEC-SIZE`` or
+``CODEC-SIZE-gN``: a keyframe at least every N frames, 250 unless it says otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -39,14 +41,34 @@ class Kind:
     width: int
     height: int
     bits_per_second: int
+    gop: int
 
 
-KINDS = {
-    "h264-1080p": Kind("libx264", 1920, 1080, 3_000_000),
-    "hevc-1080p": Kind("libx265", 1920, 1080, 2_000_000),
-    "h264-256p": Kind("libx264", 456, 256, 400_000),
-    "h264-tiny": Kind("libx264", 128, 96, 80_000),
+SIZES = {
+    "4k": (3840, 2160, 10_000_000),
+    "1080p": (1920, 1080, 3_000_000),
+    "720p": (1280, 720, 1_500_000),
+    "256p": (456, 256, 400_000),
+    "tiny": (128, 96, 80_000),
 }
+"""Width, height and the rate of an H.264 stream in bits a second."""
+CODECS = {"h264": ("libx264", 1.0), "hevc": ("libx265", 2 / 3), "vp9": ("libvpx-vp9", 2 / 3), "av1": ("libsvtav1", 0.5)}
+"""The encoder, and its rate as a share of H.264's."""
+_NAME = re.compile(r"(\w+)-(\w+?)(?:-g(\d+))?")
+
+
+def kind_of(name: str) -> Kind:
+    """What a kind's name says.
+
+    Raises:
+        ValueError: when it is no kind's name.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None or match[1] not in CODECS or match[2] not in SIZES or match[3] == "0":
+        raise ValueError(f"{name!r} is not CODEC-SIZE[-gN] with one of {', '.join(CODECS)} and one of {', '.join(SIZES)}")
+    encoder, share = CODECS[match[1]]
+    width, height, rate = SIZES[match[2]]
+    return Kind(encoder, width, height, round(rate * share), int(match[3] or GOP))
 
 
 def texture(rng: np.random.Generator, height: int, width: int, low: int, high: int, slope: float = 1.4) -> Bytes:
@@ -136,15 +158,20 @@ def from_video(path: Path, kind: Kind, frames: int, skip: int) -> Iterator[av.Vi
 
 
 def write(path: Path, kind: Kind, pictures: Iterator[av.VideoFrame], threads: int) -> Path:
-    """Encodes with the preset ``fast`` at the kind's average rate; the file appears under its name when it is complete."""
+    """Encodes at the kind's average rate with a fast preset; the file appears under its name when it is complete."""
     unfinished = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    quiet = {"libx265": {"x265-params": f"log-level=none:keyint={GOP}:pools={threads}"}}.get(kind.codec, {})
+    settings = {
+        "libx264": {"preset": "fast"},
+        "libx265": {"preset": "fast", "x265-params": f"log-level=none:keyint={kind.gop}:pools={threads}"},
+        "libvpx-vp9": {"deadline": "realtime", "cpu-used": "6", "row-mt": "1"},
+        "libsvtav1": {"preset": "10", "svtav1-params": f"lp={threads}"},
+    }[kind.codec]
     with av.open(str(unfinished), "w") as container:
-        stream = container.add_stream(kind.codec, rate=FPS, options={"preset": "fast", **quiet})
+        stream = container.add_stream(kind.codec, rate=FPS, options=settings)
         assert isinstance(stream, av.VideoStream)
         stream.width, stream.height, stream.pix_fmt = kind.width, kind.height, "yuv420p"
         stream.bit_rate = kind.bits_per_second
-        stream.gop_size = GOP
+        stream.gop_size = kind.gop
         context = stream.codec_context
         context.thread_count = threads
         context.time_base = Fraction(1, FPS)
@@ -162,8 +189,8 @@ def write(path: Path, kind: Kind, pictures: Iterator[av.VideoFrame], threads: in
 def make_one(path: Path, kind: str, seconds: float, seed: int, source: Path | None, threads: int) -> Path:
     """Makes one video; ``seed`` fixes its pictures, or where in ``source`` it starts."""
     frames = round(seconds * FPS)
-    pictures = from_video(source, KINDS[kind], frames, seed * 97) if source else synthetic(KINDS[kind], frames, seed)
-    return write(path, KINDS[kind], pictures, threads)
+    pictures = from_video(source, kind_of(kind), frames, seed * 97) if source else synthetic(kind_of(kind), frames, seed)
+    return write(path, kind_of(kind), pictures, threads)
 
 
 def make(
@@ -174,7 +201,7 @@ def make(
     origin = f"-{source.stem}" if source else ""
     paths = {kind: [folder / f"{kind}-{seconds:g}s{origin}-{k}.mp4" for k in range(sources)] for kind in kinds}
     missing = [(path, kind, k) for kind, group in paths.items() for k, path in enumerate(group) if not path.exists()]
-    missing.sort(key=lambda job: -KINDS[job[1]].width * (2 if KINDS[job[1]].codec == "libx265" else 1))
+    missing.sort(key=lambda job: -kind_of(job[1]).width * (1 if kind_of(job[1]).codec == "libx264" else 2))
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     at_once = max(1, min(cores, len(missing)))
 
@@ -193,7 +220,7 @@ def make(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the videos that the benchmarks read.")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kinds", nargs="+", choices=sorted(KINDS), default=["h264-1080p", "h264-256p"])
+    parser.add_argument("--kinds", nargs="+", default=["h264-1080p", "h264-256p"], help="CODEC-SIZE[-gN]")
     parser.add_argument("--sources", type=int, default=4, help="videos of each kind")
     parser.add_argument("--seconds", type=float, default=22)
     parser.add_argument("--source", type=Path, help="a real video to scale and loop instead of made-up pictures")

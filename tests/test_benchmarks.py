@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bench_decode
 import common
 import figures
 import loader_cases
@@ -139,7 +141,7 @@ def test_media_is_what_its_kind_says(sources: list[Path]) -> None:
 
 
 def test_draws_depend_on_the_seed_alone(sources: list[Path], tmp_path: Path) -> None:
-    case = loader_cases.CASES["h264-tiny-s1"]
+    case = loader_cases.case_of("h264-tiny-s1")
     starts = [
         [visit.start for visit in loader_cases.draw(case, sources, tmp_path / str(k), seed)] for k, seed in enumerate((5, 5, 6))
     ]
@@ -149,7 +151,7 @@ def test_draws_depend_on_the_seed_alone(sources: list[Path], tmp_path: Path) -> 
 
 
 def test_the_check_tells_neighbouring_clips_apart(sources: list[Path], tmp_path: Path) -> None:
-    case = loader_cases.CASES["h264-tiny-s1"]
+    case = loader_cases.case_of("h264-tiny-s1")
     draws = loader_cases.draw(case, sources, tmp_path, 0)[: case.batch]
     cpu = torch.device("cpu")
 
@@ -165,7 +167,7 @@ def test_the_check_tells_neighbouring_clips_apart(sources: list[Path], tmp_path:
 
 
 def test_packets_needed_counts_from_the_keyframe(sources: list[Path], tmp_path: Path) -> None:
-    case = loader_cases.CASES["h264-tiny-s1"]
+    case = loader_cases.case_of("h264-tiny-s1")
     draws = [loader_cases.Draw(str(sources[0]), 0)]
     needed = loader_cases.packets_needed(case, draws, sources)
     pts, _ = loader_cases.packets(sources[0])
@@ -174,18 +176,51 @@ def test_packets_needed_counts_from_the_keyframe(sources: list[Path], tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_loader_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "bench_loader.py"), "--quick"]
+@pytest.mark.parametrize(
+    ("benchmark", "subjects"),
+    [("loader", {"gpupipe", "pyav-16t"}), ("decode", {"gpupipe", "gpupipe-nvdec", "pyav-16t"})],
+)
+def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"bench_{benchmark}.py"), "--quick"]
     command += ["--media", str(tmp_path / "media"), "--out", str(tmp_path / "results")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert run.returncode == 0, run.stderr
-    (path,) = (tmp_path / "results").glob("loader--*.json")
+    (path,) = (tmp_path / "results").glob(f"{benchmark}--*.json")
     data = json.loads(path.read_text())
     assert_form(data, path.name)
     rates = {row["subject"]: row for row in data["rows"] if row["metric"] == "clips_per_s"}
-    assert set(rates) == {"gpupipe", "pyav-16t"}
+    assert set(rates) == subjects
     assert all(row["value"] is not None for row in rates.values()), rates
+
+
+def test_names_of_cases_say_what_they_are() -> None:
+    case = loader_cases.case_of("hevc-720p-g60-s4-frame-cold")
+    assert (case.kinds, case.stride, case.frames, case.cold) == (("hevc-720p-g60",), 4, 1, True)
+    assert loader_cases.case_of("h264-1080p-g250-s1").kinds == ("h264-1080p",)
+    assert len(loader_cases.case_of("mixed-s1").kinds) == len(loader_cases.MIXED)
+    for sweep in [bench_decode.CASES, *bench_decode.SWEEPS.values()]:
+        assert [loader_cases.case_of(name).name for name in sweep] == sweep
+    for name in ("h264-1080p", "h264-1080p-s1", "h265-1080p-g250-s1", "h264-999p-g250-s1", "mixed-g250-s1"):
+        with pytest.raises(ValueError, match="is not"):
+            loader_cases.case_of(name)
+    kind = make_media.kind_of("vp9-720p-g30")
+    assert (kind.codec, kind.width, kind.height, kind.gop) == ("libvpx-vp9", 1280, 720, 30)
+
+
+@pytest.mark.parametrize("codec", list(make_media.CODECS))
+def test_media_of_every_codec(codec: str, tmp_path: Path) -> None:
+    (path,) = make_media.make(tmp_path, [f"{codec}-tiny-g12"], sources=1, seconds=1)[f"{codec}-tiny-g12"]
+    pts, keys = loader_cases.packets(path)
+    assert len(pts) == 30
+    assert len(keys) >= 3
+
+
+def test_a_cold_file_is_one_of_its_own(sources: list[Path], tmp_path: Path) -> None:
+    case = dataclasses.replace(loader_cases.case_of("h264-tiny-s1"), cold=True)
+    (first, *_) = loader_cases.draw(case, sources, tmp_path / "visits", 0)
+    assert not os.path.samefile(first.path, sources[0])
+    assert Path(first.path).read_bytes() == sources[0].read_bytes()
 
 
 def test_a_short_soak_leaves_nothing_and_has_the_form(tmp_path: Path) -> None:

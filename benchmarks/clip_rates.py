@@ -1,0 +1,205 @@
+"""Measures clips a second: what bench_loader.py and bench_decode.py share, from the clock to the result file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from common import RESULTS, Row, failed, summarise, write_results
+from loader_cases import Case, Draw, case_of, check, draw, packets_needed
+from loader_subjects import Maker, engine_rate
+from make_media import make
+
+METRIC = "clips_per_s"
+FEWEST_CLIPS = 32
+"""A subject that is too slow for the budget is still measured on this many clips."""
+Subjects = Mapping[str, Maker]
+
+
+def warm_up(device: torch.device) -> None:
+    """Pays what belongs to the process and not to any subject: the CUDA context and torch's own first kernels."""
+    frames = torch.zeros(2, 3, 64, 64, dtype=torch.uint8, device=device)
+    torch.nn.functional.interpolate(frames.float(), (32, 32), mode="bilinear", antialias=True).bfloat16()
+    synchronise(device)
+
+
+def sources_of(case: Case, options: argparse.Namespace) -> list[Path]:
+    made = make(options.media, list(case.kinds), sources=options.sources, seconds=options.seconds)
+    return [path for group in zip(*made.values(), strict=True) for path in group]
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    case: Case, maker: Maker, draws: list[Draw], device: torch.device, budget: float, *, verify: bool
+) -> tuple[float, dict[str, float]]:
+    """(clips a second, the subject's own counters) of one run. Stops after ``budget`` seconds if enough clips are done.
+
+    Raises:
+        RuntimeError: when no batch comes, or with ``verify`` the first one is not what was asked for.
+    """
+    first: torch.Tensor | None = None
+    clips = 0
+    synchronise(device)
+    begin = time.perf_counter()
+    session = maker(case, draws, device)
+    try:
+        for batch in session.batches():
+            first = batch if first is None else first
+            clips += len(batch)
+            if time.perf_counter() - begin > budget and clips >= min(FEWEST_CLIPS, len(draws)):
+                break
+        synchronise(device)
+        seconds = time.perf_counter() - begin
+        counters = session.stats()
+    finally:
+        session.close()
+    if first is None:
+        raise RuntimeError("no batch came")
+    fault = check(first, draws, case) if verify else None
+    if fault:
+        raise RuntimeError(f"wrong output: {fault}")
+    return clips / seconds, counters
+
+
+def measure_subject(maker: Maker, options: argparse.Namespace) -> None:
+    """Runs in a process of its own: prints one line of JSON for each case."""
+    device = torch.device(options.device)
+    warm_up(device)
+    for name in options.cases:
+        case = case_of(name)
+        sources = sources_of(case, options)
+        values: list[float] = []
+        counters: dict[str, float] = {}
+        error = None
+        for run in range(options.runs):
+            folder = options.media / f"visits-{os.getpid()}-{name}-{run}"
+            try:
+                value, counters = measure(
+                    case, maker, draw(case, sources, folder, run), device, options.budget, verify=run == 0
+                )
+                values.append(value)
+            except Exception as fault:  # whatever a peer raises is its result, told in its row
+                traceback.print_exc()
+                cause = f" ({fault.__cause__})" if fault.__cause__ else ""
+                error = f"{type(fault).__name__}: {fault}{cause}"
+                break
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        numbers = {key: value for key, value in counters.items() if isinstance(value, int | float)}
+        print("ROW " + json.dumps({"case": name, "values": values, "error": error, "counters": numbers}), flush=True)
+
+
+def rows_of(subject: str, options: argparse.Namespace) -> list[Row]:
+    """Measures a subject in a process of its own, so that a crash is a row with an error and nothing it holds stays behind."""
+    command = [sys.executable, sys.argv[0], "--one-subject", subject, "--device", options.device, "--media", str(options.media)]
+    command += ["--cases", *options.cases, "--runs", str(options.runs), "--budget", str(options.budget)]
+    command += ["--sources", str(options.sources), "--seconds", str(options.seconds)]
+    rows = []
+    limit = len(options.cases) * options.runs * (options.budget * 4 + 30) + 120
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "GPUPIPE_CACHE": cache}
+        try:
+            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=limit, check=False)
+            output, ending = run.stdout, f"the process ended with status {run.returncode}"
+        except subprocess.TimeoutExpired as late:
+            output = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+            ending = f"not done after {limit:.0f} s"
+    found = {line["case"]: line for line in (json.loads(text[4:]) for text in output.splitlines() if text.startswith("ROW "))}
+    for name in options.cases:
+        line = found.get(name)
+        if line is None or line["error"]:
+            rows.append(failed(name, subject, METRIC, line["error"] if line else ending))
+            continue
+        rows.append(summarise(name, subject, METRIC, line["values"]))
+        counters = line["counters"]
+        if counters.get("frames_used"):
+            ratio = counters["packets_decoded"] / counters["frames_used"]
+            rows.append(summarise(name, subject, "packets_per_frame_used", [ratio], "lower"))
+    for row in rows:
+        shown = f"{row.value:8.1f}  ({row.low:.1f} to {row.high:.1f})" if row.value is not None else f"failed: {row.error}"
+        print(f"{row.case:26} {row.subject:28} {row.metric:12} {shown}", file=sys.stderr)
+    return rows
+
+
+def limit_rows(options: argparse.Namespace) -> list[Row]:
+    """What the engines could do at most if every packet from the keyframe on is decoded and all else is free."""
+    rows = []
+    for name in options.cases:
+        case = case_of(name)
+        if len(case.kinds) > 1 or case.kinds[0].startswith("av1"):  # no one rate, or none of this engine
+            continue
+        sources = sources_of(case, options)
+        folder = options.media / f"visits-{os.getpid()}-limit"
+        try:
+            needed = packets_needed(case, draw(case, sources, folder, 0), sources)
+            gpu = torch.device(options.device).index or 0
+            rates = [engine_rate([str(path) for path in sources], gpu) / needed for _ in range(options.runs)]
+            rows.append(summarise(name, "limit", METRIC, rates))
+        except Exception as fault:  # without the engine's rate the other rows still count
+            rows.append(failed(name, "limit", METRIC, f"{type(fault).__name__}: {fault}"))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return rows
+
+
+def parser(description: str, cases: list[str], subjects: Subjects, default_subjects: list[str]) -> argparse.ArgumentParser:
+    """The command line that both benchmarks have."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--cases", nargs="+", type=_case_name, default=cases, help="CODEC-SIZE-gN-sN[-frame][-cold], mixed-sN")
+    made.add_argument("--subjects", nargs="+", choices=list(subjects), default=default_subjects)
+    made.add_argument("--device", default="cuda:0")
+    made.add_argument("--runs", type=int, default=3)
+    made.add_argument("--budget", type=float, default=10.0, help="seconds after which a run of a slow subject stops early")
+    made.add_argument("--sources", type=int, default=4, help="videos of each kind that the visits share")
+    made.add_argument("--seconds", type=float, default=22.0, help="length of each of those videos")
+    made.add_argument("--media", type=Path, default=Path(tempfile.gettempdir()) / "gpupipe-bench", help="where they lie")
+    made.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
+    made.add_argument(
+        "--append", action="store_true", help="keep other cases of the result file, if of this commit and machine"
+    )
+    made.add_argument("--quick", action="store_true", help="a tiny case on the CPU, to see that everything runs")
+    made.add_argument("--one-subject", help=argparse.SUPPRESS)
+    return made
+
+
+def _case_name(name: str) -> str:
+    try:
+        return case_of(name).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def be_quick(options: argparse.Namespace, subjects: list[str]) -> None:
+    """Settings of ``--quick``."""
+    options.cases, options.subjects, options.device = ["h264-tiny-s1"], subjects, "cpu"
+    options.runs, options.sources, options.seconds = 2, 2, 2.0
+
+
+def run(benchmark: str, options: argparse.Namespace, subjects: Subjects) -> None:
+    """Measures every subject in every case, or in a subject's own process that one, and writes the result file."""
+    if options.one_subject:
+        measure_subject(subjects[options.one_subject], options)
+        return
+    from gpupipe.observe.measure import machine_facts
+
+    kinds = sorted({kind for name in options.cases for kind in case_of(name).kinds})
+    make(options.media, kinds, sources=options.sources, seconds=options.seconds)
+    rows = [row for subject in options.subjects for row in rows_of(subject, options)]
+    if options.device.startswith("cuda"):
+        rows += limit_rows(options)
+    rows.sort(key=lambda row: options.cases.index(row.case))
+    print(write_results(benchmark, rows, machine_facts(), options.out, keep_other_cases=options.append))
