@@ -44,6 +44,10 @@ class VideoInfo:
     bit_depth: int = 8
     color_matrix: Literal["bt601", "bt709", "bt2020"] | None = None
     color_range: Literal["limited", "full"] | None = None
+    transfer: str | None = None
+    """FFmpeg's name of the transfer characteristics: ``bt709``, ``smpte2084`` (PQ), ``arib-std-b67`` (HLG) …"""
+    coded_size: tuple[int, int] | None = None
+    """(height, width) of the pictures as they are coded, before the stream's own cropping."""
     chroma_location: Literal["left", "center", "topleft"] = "left"
     """Where a 4:2:0 chroma sample lies among its luma samples; MPEG's ``left`` where the stream does not say."""
     pixel_aspect: Fraction = Fraction(1)

@@ -72,6 +72,8 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
         "pixel_aspect": str(info.pixel_aspect),
         "color_matrix": info.color_matrix,
         "color_range": info.color_range,
+        "transfer": info.transfer,
+        "coded_size": info.coded_size,
         "chroma_location": info.chroma_location,
         "interlaced": info.interlaced,
         "frames": info.frames,
@@ -128,16 +130,19 @@ def command(
         emit_json(facts)
         return
     turned = f", shown as {facts['display_width']}x{facts['display_height']}" if facts["rotation"] else ""
+    coded_height, coded_width = facts["coded_size"]
+    differs = (coded_width, coded_height) != (facts["width"], facts["height"])
+    coded = f" (coded as {coded_width}x{coded_height})" if differs else ""
     rate = "variable rate, on average " if facts["variable_rate"] else ""
     untagged = "not tagged"
     say_facts([
         ("file", facts["file"]),
         ("container", facts["container"]),
         ("codec", f"{facts['codec']}, {facts['pix_fmt']}, {facts['bit_depth']} bit{', interlaced' * facts['interlaced']}"),
-        ("size", f"{facts['width']}x{facts['height']}{turned}, pixel aspect {facts['pixel_aspect']}"),
+        ("size", f"{facts['width']}x{facts['height']}{coded}{turned}, pixel aspect {facts['pixel_aspect']}"),
         ("rotation", f"{facts['rotation']} degrees clockwise"),
         ("colour", f"matrix {facts['color_matrix'] or untagged}, range {facts['color_range'] or untagged}, "
-                   f"chroma {facts['chroma_location']}"),
+                   f"transfer {facts['transfer'] or untagged}, chroma {facts['chroma_location']}"),
         ("frames", f"{facts['frames']} at {rate}{facts['fps']:.3f} per second"),
         ("damage", facts["damage"]),
         ("time", f"from {facts['start_seconds']:.3f} s, {facts['duration_seconds']:.3f} s long, "

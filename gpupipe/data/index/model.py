@@ -83,7 +83,7 @@ class VideoIndex:
             end += stored.nbytes
         facts = header["info"]
         fractions = {name: Fraction(facts[name]) for name in ("time_base", "pixel_aspect")}
-        info = VideoInfo(**{**facts, **fractions})
+        info = VideoInfo(**{**facts, **fractions, "coded_size": tuple(facts["coded_size"])})
         extradata = base64.b64decode(header["extradata"])
         in_force = tuple((packet, base64.b64decode(sets)) for packet, sets in header["in_force"])
         others = {"extradata": extradata, "length_size": header["length_size"], "in_force": in_force}

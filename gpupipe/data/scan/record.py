@@ -116,6 +116,8 @@ def _info(found: Scan, seconds: list[float]) -> dict[str, Any]:
         "bit_depth": found.bit_depth,
         "color_matrix": found.color_matrix,
         "color_range": found.color_range,
+        "transfer": found.transfer,
+        "coded_size": found.coded_size,
         "chroma_location": found.chroma_location,
         "pixel_aspect": str(found.pixel_aspect),
         "interlaced": found.interlaced,

@@ -27,6 +27,11 @@ _DATA_AFTER_POS = {"matroska,webm": 4, "flv": 16}
 """Bytes between a packet's ``pos`` and its data; 0 elsewhere. Every packet is compared before this is relied on."""
 _MATRICES = {1: "bt709", 4: "bt601", 5: "bt601", 6: "bt601", 9: "bt2020", 10: "bt2020"}
 """FFmpeg's colour space numbers (ITU-T H.273 table 4); 2 and the rest: not stated or not known here."""
+_TRANSFERS = {
+    1: "bt709", 4: "gamma22", 5: "gamma28", 6: "smpte170m", 7: "smpte240m", 8: "linear", 11: "iec61966-2-4", 13: "iec61966-2-1",
+    14: "bt2020-10", 15: "bt2020-12", 16: "smpte2084", 18: "arib-std-b67",
+}  # fmt: skip
+"""FFmpeg's names of the transfer characteristics of ITU-T H.273 table 3."""
 _RANGES = {1: "limited", 2: "full"}
 _PROGRESSIVE = (0, 1)
 """FFmpeg's field orders "unknown" and "progressive"."""
@@ -88,6 +93,8 @@ class Scan:
     rotation: Rotation
     color_matrix: str | None
     color_range: str | None
+    transfer: str | None
+    coded_size: tuple[int, int]
     chroma_location: str
     pixel_aspect: Fraction
     interlaced: bool
@@ -186,6 +193,8 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
         rotation=cast(Rotation, rotation if rotation in (90, 180, 270) else 0),
         color_matrix=matrix,
         color_range=sample_range,
+        transfer=_TRANSFERS.get(int(context.color_trc)),
+        coded_size=(context.coded_height or source.height, context.coded_width or source.width),
         chroma_location="center" if codec in ("mjpeg", "mpeg1video") else "left",
         pixel_aspect=Fraction(stream.sample_aspect_ratio or context.sample_aspect_ratio or 1),
         interlaced=interlaced,
