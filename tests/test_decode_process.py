@@ -21,7 +21,7 @@ from gpupipe.data import loader as loader_room
 from gpupipe.data.decode import Choice, DecodeEngine, DecodeProcess, Fallbacks, Unsupported, cpu
 from gpupipe.data.plan import make_plan
 from gpupipe.data.stop import Stopped
-from gpupipe.errors import DecodeError, OpenError
+from gpupipe.errors import DecodeError, DeviceError, OpenError
 from gpupipe.types import Planes
 
 
@@ -212,6 +212,42 @@ def test_bad_files_between_two_kinds_of_engines(policy: str, paths: list[Path], 
             clips = sum(len(batch.clips) for batch in loader)
             assert clips == (20 if policy == "substitute" else 18)
             assert list(loader.bad_files) == [str(bad)]
+
+
+def test_a_clip_that_comes_back_late_does_not_hang_a_full_pipeline(
+    paths: list[Path], two_kinds: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All batches are begun, the oldest waits for one clip, and that one turns out to be for software."""
+    run = FakeHardware.run
+
+    def slow(self: FakeHardware, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+        if decoder == "nvdec" and index.info.width % 16:
+            time.sleep(1.0)
+        return run(self, decoder, index, plan, stop)
+
+    monkeypatch.setattr(FakeHardware, "run", slow)
+    options = {**OPTIONS, "batch": 2, "jitter": {"depth": 2}, "shuffle": False}
+    with VideoLoader([paths[3], *paths * 3], device="cpu", **options) as loader:
+        assert sum(len(batch.clips) for batch in loader) == 54
+
+
+def test_too_many_open_files_are_no_fault_of_the_videos(paths: list[Path], expected: list[torch.Tensor]) -> None:
+    """Descriptors beyond 1023, of which select() knows nothing."""
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]
+    try:
+        found = batches(VideoLoader(paths, device="cpu", decode={"cpu_workers": 2}, **OPTIONS))
+    finally:
+        for file in held:
+            os.close(file)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_process_that_cannot_be_started_is_no_fault_of_the_videos(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpupipe.data.child.sys.executable", "/no/such/python")
+    with VideoLoader(paths, device="cpu", decode={"cpu_workers": 2}, **OPTIONS) as loader:
+        with pytest.raises(DeviceError, match="cannot be started"):
+            list(loader)
+        assert not loader.bad_files
 
 
 def test_leaving_early_ends_helpers_amid_their_work(paths: list[Path], two_kinds: None) -> None:

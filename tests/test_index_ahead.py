@@ -187,7 +187,7 @@ def test_a_process_that_is_ended_leaves_no_part_of_a_file(videos: list[str], fre
 def test_a_process_that_never_gets_ready_is_not_waited_for(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpupipe.data.index.ahead._PATIENCE_SECONDS", 0.2)
     waiting = threading.Event()
-    monkeypatch.setattr(ScanProcess, "start", lambda _: waiting.wait(20) and False)
+    monkeypatch.setattr(ScanProcess, "start", lambda *_: waiting.wait(20) and False)
     ahead = IndexAhead(videos, workers=1)
     begin = time.monotonic()
     ahead.wait_for(videos[0])

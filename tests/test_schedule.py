@@ -22,7 +22,7 @@ class Clip:
     cost: float = 1.0
 
 
-def tasks(clips: list[Clip]) -> Generator[Clip]:
+def tasks(clips: list[Clip]) -> Generator[Clip | None]:
     yield from clips
 
 
@@ -179,3 +179,59 @@ def test_every_clip_is_taken_once_whatever_the_threads_do(seed: int) -> None:
         thread.join(20)
         assert not thread.is_alive()
     assert sorted(taken) == list(range(300))
+
+
+def test_a_clip_that_comes_back_is_taken_while_there_is_no_room() -> None:
+    """It may be what everybody waits for: the consumer for its batch, the others for room."""
+
+    def full() -> Generator[Clip | None]:
+        yield Clip(0)
+        while True:
+            yield None
+
+    one: Schedule[Clip, Clip] = Schedule(full(), lambda clip: clip, hardware=1, helping=False, window=4)
+    assert one.take("nvdec") == Clip(0)
+    got: list[Clip | None] = []
+    thread = threading.Thread(target=lambda: got.append(one.take("nvdec")))
+    thread.start()
+    time.sleep(0.05)
+    assert not got, "it waits for room"
+    one.again(Clip(7))
+    thread.join(5)
+    assert got == [Clip(7)]
+    one.pass_on(Clip(8))
+    assert one.take("nvdec") == Clip(8)
+
+
+def test_room_wakes_those_who_wait_for_it() -> None:
+    room = [False]
+
+    def some() -> Generator[Clip | None]:
+        while not room[0]:
+            yield None
+        yield Clip(0)
+
+    one: Schedule[Clip, Clip] = Schedule(some(), lambda clip: clip, hardware=1, helping=False, window=4)
+    got: list[Clip | None] = []
+    thread = threading.Thread(target=lambda: got.append(one.take("nvdec")))
+    thread.start()
+    time.sleep(0.05)
+    one.room()
+    time.sleep(0.05)
+    assert not got, "a call too many does no harm"
+    room[0] = True
+    one.room()
+    thread.join(5)
+    assert got == [Clip(0)]
+
+
+def test_a_task_that_comes_back_as_the_others_end_is_not_lost() -> None:
+    def ending() -> Generator[Clip | None]:
+        yield Clip(0)
+        one.again(Clip(9))
+
+    one: Schedule[Clip, Clip] = Schedule(ending(), lambda clip: clip, hardware=1, helping=False, window=4)
+    assert one.take("nvdec") == Clip(0)
+    assert one.take("nvdec") == Clip(9)
+    one.done(Clip(9), "nvdec")
+    assert one.take("nvdec") is None

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from gpupipe.data.stop import Stop, Stopped, never
 
@@ -50,12 +50,17 @@ class Child:
         """True once the process is no more, or is not to be."""
         return self._ended or (self._process is not None and self._process.poll() is not None)
 
-    def start(self) -> bool:
-        """Starts the process and waits until it is ready; False when it ended instead. May be called again."""
+    def start(self, stop: Stop = never) -> bool:
+        """Starts the process and waits until it is ready; False when it ended instead. May be called again.
+
+        Raises:
+            Stopped: when ``stop()`` turned true.
+        """
         if not self._ready:
             with suppress(OSError, ValueError):
                 output = self._started().stdout
                 assert output is not None
+                _wait(output, stop)
                 self._ready = output.read(len(_READY)) == _READY
         return self._ready
 
@@ -66,7 +71,7 @@ class Child:
             ChildEnded: when there is none.
             Stopped: when ``stop()`` turned true.
         """
-        if not self.start():
+        if not self.start(stop):
             raise ChildEnded
         process = self._started()
         assert process.stdin is not None
@@ -74,9 +79,7 @@ class Child:
         try:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
-            while stop is not never and not select.select([process.stdout], [], [], _ASK_SECONDS)[0]:
-                if stop():
-                    raise Stopped
+            _wait(process.stdout, stop)
             return _read_parts(process.stdout)
         except (OSError, ValueError) as error:
             raise ChildEnded from error
@@ -111,6 +114,12 @@ class Child:
         if self._process is not None:
             self._process.terminate()
 
+    def kill(self) -> None:
+        """Ends the process at once; from any thread."""
+        self._ended = True
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """Ends the process and clears up after it; by the thread that used it."""
         self.end()
@@ -122,9 +131,15 @@ class Child:
                 pass
 
 
+def _leave(*_: object) -> None:
+    """An orderly end, in which files half written are removed; once, so that a second signal does not interrupt that."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit()
+
+
 def serve(answer: Callable[[dict[str, Any]], Sequence[bytes]]) -> None:
     """The process's side: answers requests until its input ends."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # an orderly end, in which files half written are removed
+    signal.signal(signal.SIGTERM, _leave)
     output = sys.stdout.buffer
     output.write(_READY)
     output.flush()
@@ -133,6 +148,21 @@ def serve(answer: Callable[[dict[str, Any]], Sequence[bytes]]) -> None:
         numbers = [len(parts), *(len(part) for part in parts)]
         output.write(b"".join([*(number.to_bytes(_NUMBER_BYTES, "little") for number in numbers), *parts]))
         output.flush()
+
+
+def _wait(stream: IO[bytes], stop: Stop) -> None:
+    """Waits until there is something to read. Not by ``select.select``, which knows no descriptors beyond 1023.
+
+    Raises:
+        Stopped: when ``stop()`` turned true.
+    """
+    if stop is never or not hasattr(select, "poll"):
+        return
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    while not poll.poll(1000 * _ASK_SECONDS):
+        if stop():
+            raise Stopped
 
 
 def _read_parts(stream: BinaryIO | Any) -> list[bytes]:

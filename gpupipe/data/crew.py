@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 Engine = TypeVar("Engine")
 Work = TypeVar("Work")
 
-_JOIN_SECONDS = 0.5
 _LOOKS = 8
 """How often within the limit the watch looks around."""
 _lost: list[object] = []
@@ -24,9 +23,10 @@ class TakenAway(Exception):
 class Worker(Generic[Engine, Work]):
     """A thread, its engine and what it is at."""
 
-    def __init__(self, engine: Engine, line: int) -> None:
+    def __init__(self, engine: Engine, line: int, clock: Callable[[], float]) -> None:
         self.engine = engine
         self.line = line
+        self._clock = clock
         """Number of the worker's place in the crew; a replacement takes it over."""
         self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -37,7 +37,7 @@ class Worker(Generic[Engine, Work]):
     @property
     def seconds(self) -> float:
         """How long it has been at its work."""
-        return time.monotonic() - self._since
+        return self._clock() - self._since
 
     def begin(self, work: Work) -> None:
         """Says what the thread is at from now on, in which it may get stuck.
@@ -47,7 +47,7 @@ class Worker(Generic[Engine, Work]):
         """
         with self._lock:
             self._check()
-            self._work, self._since = work, time.monotonic()
+            self._work, self._since = work, self._clock()
 
     def claim(self) -> None:
         """Makes the outcome of the work the thread's own to deliver; from here on it is not taken away.
@@ -86,6 +86,7 @@ class Crew(Generic[Engine, Work]):
         successor: gives the engine that takes the place of a stuck worker's.
         taken: told by the watch what was taken from a stuck worker.
         limit_seconds: how long one piece of work may take.
+        failed: told what the watch failed with.
         name: of the threads.
     """
 
@@ -95,6 +96,7 @@ class Crew(Generic[Engine, Work]):
         work: Callable[[Worker[Engine, Work]], None],
         successor: Callable[[Worker[Engine, Work]], Engine],
         taken: Callable[[Work], None],
+        failed: Callable[[BaseException], None],
         *,
         limit_seconds: float,
         name: str,
@@ -102,11 +104,15 @@ class Crew(Generic[Engine, Work]):
         self._run = work
         self._successor = successor
         self._taken = taken
+        self._failed = failed
         self._limit = limit_seconds
         self._name = name
         self._own = threading.local()
-        self._ended = threading.Event()
-        self._workers = [Worker[Engine, Work](engine, line) for line, engine in enumerate(engines)]
+        # On a lock that may be taken again: garbage collection may end the crew in the watch itself.
+        self._changed = threading.Condition()
+        self._ended = False
+        self._looks = 0.0
+        self._workers = [Worker[Engine, Work](engine, line, self._seconds) for line, engine in enumerate(engines)]
         self._watch = threading.Thread(target=self._look_around, name=f"{name}-watch", daemon=True)
 
     def start(self) -> None:
@@ -123,19 +129,31 @@ class Crew(Generic[Engine, Work]):
 
     def end(self) -> None:
         """Ends the watch, without waiting for it; the threads must end by themselves."""
-        self._ended.set()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def join(self) -> None:
         """Waits for all threads but those that are stuck: nobody hears of what they were at."""
         self.end()
         if self._watch.ident is not None:
             self._watch.join()
-        for worker in self._workers:
+        for worker in list(self._workers):
             while worker.thread is not None and worker.thread.ident is not None and worker.thread.is_alive():
-                worker.thread.join(_JOIN_SECONDS)
-                if worker.given_up or worker.give_up_if_late(self._limit) is not None:
+                begin = time.monotonic()
+                worker.thread.join(self._interval)
+                self._looks += min(1.0, (time.monotonic() - begin) / self._interval)
+                if worker.give_up_if_late(self._limit) is not None:
                     self._forget(worker)
                     break
+
+    @property
+    def _interval(self) -> float:
+        return min(1.0, self._limit / _LOOKS)
+
+    def _seconds(self) -> float:
+        """The time of this crew's clock, which stands still while the process is stopped."""
+        return self._looks * self._interval
 
     def _start(self, worker: Worker[Engine, Work]) -> None:
         worker.thread = threading.Thread(target=self._live, args=(worker,), name=f"{self._name}-{worker.line}", daemon=True)
@@ -146,14 +164,25 @@ class Crew(Generic[Engine, Work]):
         self._run(worker)
 
     def _look_around(self) -> None:
-        while not self._ended.wait(min(1.0, self._limit / _LOOKS)):
-            for worker in list(self._workers):
-                work = worker.give_up_if_late(self._limit)
-                if work is not None:
-                    other = Worker[Engine, Work](self._forget(worker), worker.line)
-                    self._workers[worker.line] = other
-                    self._taken(work)
-                    self._start(other)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._ended, self._interval)
+                if self._ended:
+                    return
+            self._looks += 1
+            try:
+                for worker in list(self._workers):
+                    work = worker.give_up_if_late(self._limit)
+                    if work is not None:
+                        self._replace(worker, work)
+            except BaseException as error:  # crosses to the consumer
+                self._failed(error)
+
+    def _replace(self, worker: Worker[Engine, Work], work: Work) -> None:
+        other = Worker[Engine, Work](self._forget(worker), worker.line, self._seconds)
+        self._workers[worker.line] = other
+        self._taken(work)
+        self._start(other)
 
     def _forget(self, worker: Worker[Engine, Work]) -> Engine:
         _lost.append(worker.engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from gpupipe.telemetry import Telemetry
@@ -18,16 +19,20 @@ class Closed(Exception):
 class JitterBuffer(Generic[Item]):
     """A bounded reorder buffer between many producers and one consumer.
 
-    A producer reserves the next sequence number before it starts on a batch, which blocks while ``depth`` batches are reserved
-    and not yet taken; it puts the batch under that number when done. The consumer takes batches in the order of their numbers.
+    A producer reserves the next sequence number before it starts on a batch, of which there is none while ``depth`` batches are
+    reserved and not yet taken; it puts the batch under that number when done. The consumer takes batches in the order of their
+    numbers.
 
     Args:
         depth: batches in preparation or ready, at most.
-        telemetry: gets ``wait`` (the consumer waited for a batch) and ``blocked`` (a producer waited for room), in seconds.
+        telemetry: gets ``wait`` (the consumer waited for a batch) and ``blocked`` (producers were without room), in seconds.
+        on_room: called when a batch has been taken, so that there is room for another.
     """
 
-    def __init__(self, depth: int, telemetry: Telemetry) -> None:
+    def __init__(self, depth: int, telemetry: Telemetry, on_room: Callable[[], None] = lambda: None) -> None:
         self._depth = depth
+        self._on_room = on_room
+        self._full_since: float | None = None
         self._telemetry = telemetry
         self._changed = threading.Condition()
         self._ready: dict[int, Item] = {}
@@ -49,20 +54,22 @@ class JitterBuffer(Generic[Item]):
         with self._changed:
             return self._reserved - self._taken
 
-    def reserve(self) -> int:
-        """Waits for room and returns the next sequence number.
+    def reserve(self) -> int | None:
+        """The next sequence number, or None while there is no room for a batch. Does not wait.
 
         Raises:
             Closed: when the buffer is closed.
         """
-        start = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or self._reserved - self._taken < self._depth)
             if self._closed:
                 raise Closed
+            if self._reserved - self._taken >= self._depth:
+                self._full_since = self._full_since or time.perf_counter()
+                return None
             number = self._reserved
             self._reserved += 1
-        self._telemetry.observe("blocked", time.perf_counter() - start)
+            since, self._full_since = self._full_since, None
+        self._telemetry.observe("blocked", time.perf_counter() - since if since is not None else 0.0)
         return number
 
     def put(self, number: int, item: Item) -> None:
@@ -109,6 +116,7 @@ class JitterBuffer(Generic[Item]):
             self._taken += 1
             self._changed.notify_all()
         self._telemetry.observe("wait", time.perf_counter() - start)
+        self._on_room()
         return item
 
     def close(self) -> None:

@@ -67,6 +67,8 @@ class Job:
     index_workers: int
     telemetry: Telemetry
     bad_files: dict[str, str] = field(default_factory=dict)
+    stuck_in: set[str] = field(default_factory=set)
+    """Files in which threads were stuck: not tried again."""
     folder: str = field(default_factory=os.getcwd)
     """Where relative paths start, whatever the working directory becomes."""
 
@@ -124,7 +126,9 @@ class Pipeline:
 
     def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
         self._job = job
-        self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(job.config.jitter.depth, job.telemetry)
+        self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
+            job.config.jitter.depth, job.telemetry, on_room=lambda: self._schedule.room()
+        )
         self._stopping = False
         self._owner = os.getpid()
         self._streams = _streams(job)
@@ -136,13 +140,14 @@ class Pipeline:
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
             helping=job.config.decode.cpu_workers != 0,
-            window=job.config.jitter.depth * job.config.batch.size,
+            window=job.config.jitter.depth * job.config.batch.size // job.config.clip.clips_per_video,
         )
         self._crew: Crew[DecodeEngine, tuple[_Task, ClipRequest]] = Crew(
             [*job.engines, *job.helpers],
             self._work,
             self._successor,
             self._taken,
+            self._fail,
             limit_seconds=job.config.decode.limit_seconds + _GRACE_SECONDS,
             name="gpupipe-clips",
         )
@@ -218,7 +223,7 @@ class Pipeline:
             DecodeError: when the work has taken longer than it may.
         """
         if self._crew.me.seconds > self._job.config.decode.limit_seconds:
-            raise DecodeError(f"it took longer than {self._job.config.decode.limit_seconds:g} s", fix=_LATE)
+            raise DecodeError(f"a visit took longer than {self._job.config.decode.limit_seconds:g} s", fix=_LATE)
         return self._stopping
 
     def _work(self, worker: Worker[DecodeEngine, tuple[_Task, ClipRequest]]) -> None:
@@ -239,7 +244,8 @@ class Pipeline:
         except (Stopped, Closed, TakenAway):
             return
         except BaseException as error:  # crosses to the consumer, who raises it
-            self._fail(error)
+            if not worker.given_up:
+                self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
         self._jitter.fail(error)
@@ -251,6 +257,7 @@ class Pipeline:
         own = len(job.engines)
         engines, place = (job.engines, worker.line) if worker.line < own else (job.helpers, worker.line - own)
         engines[place] = worker.engine.twin()
+        worker.engine.give_up()
         self._streams = _streams(job)
         job.telemetry.count("threads_given_up")
         return engines[place]
@@ -264,12 +271,9 @@ class Pipeline:
             fix=_LATE,
             path=entry.path,
         )
-        try:
-            substitute = self._after_failure(task, request, entry, error)
-        except Exception as failure:  # the watch goes on whatever comes
-            self._fail(failure)
-        else:
-            self._schedule.again(replace(task, request=substitute) if substitute is not None else None)
+        job.stuck_in.add(entry.path)
+        substitute = self._after_failure(task, request, entry, error)
+        self._schedule.again(replace(task, request=substitute) if substitute is not None else None)
 
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: _Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
@@ -296,17 +300,25 @@ class Pipeline:
     def _prepare(self, task: _Task) -> _Visit | None:
         """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
         self._ahead.advance()
-        return self._usable(task, task.request)
+        try:
+            return self._usable(task, task.request)
+        except BaseException:
+            if self._crew.me.given_up:
+                raise TakenAway from None
+            raise
 
     def _usable(self, task: _Task, request: ClipRequest) -> _Visit | None:
         job, me = self._job, self._crew.me
         while True:
             entry = job.entries[request.entry]
-            me.begin((task, request))
+            begun = partial(me.begin, (task, request))
+            begun()
             try:
+                if entry.path in job.stuck_in:
+                    raise DecodeError(f"{entry.path}: a decoder was stuck in it before", fix=_LATE, path=entry.path)
                 with job.telemetry.span("index"):
                     self._ahead.wait_for(job.file_of(entry))
-                    index = indices.load(job.file_of(entry), partial(make, stop=self._give_up))
+                    index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
                 if index.info.damage is not None:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
@@ -376,11 +388,12 @@ def _streams(job: Job) -> list[torch.cuda.Stream]:
 
 def _tasks(
     job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, jitter: JitterBuffer[Ready | _Skipped]
-) -> Generator[_Task]:
-    """All visits of the epoch in order; blocks before a batch for which the jitter buffer has no room."""
+) -> Generator[_Task | None]:
+    """All visits of the epoch in order; None while the jitter buffer has no room for the next batch."""
     clips = job.config.clip.clips_per_video
     for position, requests in enumerate(groups[first_batch:], first_batch):
-        number = jitter.reserve()
+        while (number := jitter.reserve()) is None:
+            yield None
         with stage("allocate"):
             assembly = Assembly(
                 len(requests) * clips,
@@ -394,5 +407,5 @@ def _tasks(
             )
         for place, request in enumerate(requests):
             yield _Task(number, assembly, range(place * clips, (place + 1) * clips), request)
-        del assembly  # the wait for room may be long, and the batch dropped meanwhile
+        del assembly  # it may be long until there is room, and the batch dropped meanwhile
     jitter.finish(len(groups) - first_batch)

@@ -168,6 +168,11 @@ class DecodeEngine:
             process=DecodeProcess() if self._process is not None else None,
         )
 
+    def give_up(self) -> None:
+        """For an engine whose thread is stuck: ends its process, which may set the thread free."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """Leaves the decoders to the next engine; a later decode takes a lane anew."""
         if self._process is not None:

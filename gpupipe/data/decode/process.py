@@ -19,7 +19,7 @@ import numpy as np
 from gpupipe.data.child import Child, ChildEnded
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, never
-from gpupipe.errors import DecodeError, OpenError
+from gpupipe.errors import DecodeError, DeviceError, OpenError
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
@@ -49,10 +49,22 @@ class DecodeProcess:
         import torch
 
         path = index.identity.path
-        if self._file is None:
-            self._file = _nameless_file()
-        if self._child is None:
-            self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()])
+        try:
+            if self._file is None:
+                self._file = _nameless_file()
+            if self._child is None:
+                self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()])
+            if not self._child.start(stop):
+                raise OSError("it ended before it was ready")
+        except OSError as error:  # no fault of the video
+            self._drop_child()
+            raise DeviceError(
+                f"a process that decodes in software cannot be started: {error}",
+                fix="free processes, memory or open files (ulimit), or set decode.cpu_workers to 0 on the CPU",
+            ) from error
+        except BaseException:
+            self._drop_child()
+            raise
         try:
             (answer,) = self._child.ask({"identity": asdict(index.identity), "frames": plan.frames}, stop)
         except ChildEnded as error:
@@ -84,6 +96,11 @@ class DecodeProcess:
             self._child.close()
             self._child = None
 
+    def kill(self) -> None:
+        """Ends the process at once; from any thread."""
+        if self._child is not None:
+            self._child.kill()
+
     def close(self) -> None:
         """Ends the process and lets go of the memory."""
         self._drop_child()
@@ -96,5 +113,11 @@ class DecodeProcess:
 def _nameless_file() -> IO[bytes]:
     """Memory that processes can share: not in /dev/shm, which containers make small."""
     if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("gpupipe-planes"), "r+b", buffering=0)
+        import fcntl  # where there is no memfd, as on Windows, there may be none of this either
+
+        file = os.memfd_create("gpupipe-planes")
+        if file < 3:  # in a process whose standard streams are closed, its child would take it for one of these
+            low, file = file, fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 3)
+            os.close(low)
+        return open(file, "r+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)

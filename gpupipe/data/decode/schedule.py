@@ -52,7 +52,8 @@ class Schedule(Generic[Task, Work]):
     """Hands out the clips of one epoch; for use by all its threads.
 
     Args:
-        tasks: what is to be done, in order; its next may block.
+        tasks: what is to be done, in order; None while there is no room for more, of which :meth:`room` tells. They must not
+            block: a clip that comes back may be what everybody waits for.
         prepare: makes a clip of a task, or None when there is nothing to decode.
         hardware: engines that decode with NVDEC. Without any, every clip is for whoever comes.
         helping: software engines also take clips that NVDEC could decode.
@@ -60,7 +61,13 @@ class Schedule(Generic[Task, Work]):
     """
 
     def __init__(
-        self, tasks: Generator[Task], prepare: Callable[[Task], Work | None], *, hardware: int, helping: bool, window: int
+        self,
+        tasks: Generator[Task | None],
+        prepare: Callable[[Task], Work | None],
+        *,
+        hardware: int,
+        helping: bool,
+        window: int,
     ) -> None:
         self._tasks = tasks
         self._prepare = prepare
@@ -79,6 +86,9 @@ class Schedule(Generic[Task, Work]):
         self._at_work = 0
         """Clips that are being prepared or decoded: any of them may turn out to be for the other kind of engine."""
         self._exhausted = False
+        self._rooms = 0
+        self._full_at = -1
+        """What ``_rooms`` was when there was no room."""
         self._closed = False
         self._pace: float | None = None
         """Seconds from one clip of the hardware to the next."""
@@ -146,6 +156,14 @@ class Schedule(Generic[Task, Work]):
             self._at_work -= 1
             self._wake_all()
 
+    def room(self) -> None:
+        """Says that there may be room for more tasks."""
+        with self._lock:
+            self._rooms += 1
+            self._changed["nvdec"].notify_all()
+            if self._helping:
+                self._changed["cpu"].notify_all()
+
     def close(self) -> None:
         """Wakes all who wait."""
         with self._lock:
@@ -165,7 +183,7 @@ class Schedule(Generic[Task, Work]):
         return decoder if self._hardware else "nvdec"
 
     def _may_pull(self, decoder: Decoder) -> bool:
-        if self._exhausted:
+        if self._exhausted or (self._full_at == self._rooms and not self._repeated):
             return False
         if decoder == "nvdec" or not self._hardware:
             return True
@@ -175,20 +193,33 @@ class Schedule(Generic[Task, Work]):
         return self._exhausted and self._at_work == 0
 
     def _pull(self) -> Work | None:
+        """The next clip; None when there is nothing to decode for a task, no room for one, or none left."""
         try:
             with self._pulling:  # tasks are handed out in order
-                task = self._repeated.popleft() if self._repeated else next(self._tasks, None)
-            if task is not None:
-                return self._prepare(task)
+                task = self._next_task()
+            return self._prepare(task) if task is not None else None
         except TakenAway:  # whoever took it away has told
             raise
         except BaseException:
             self._less_at_work()
             raise
+
+    def _next_task(self) -> Task | None:
         with self._lock:
-            self._exhausted = True
-            self._wake_all()
-        return None
+            if self._repeated:
+                return self._repeated.popleft()
+            rooms = self._rooms
+        try:
+            task = next(self._tasks)
+        except StopIteration:
+            with self._lock:
+                self._exhausted = not self._repeated  # one may have come back meanwhile
+                self._wake_all()
+            return None
+        if task is None:
+            with self._lock:
+                self._full_at = rooms
+        return task
 
     def _suits(self, clip: Work, decoder: Decoder) -> bool:
         if not self._hardware or clip.decoder == decoder:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.data.scan import store
+from gpupipe.errors import OpenError
 from gpupipe.telemetry import log
 
-__all__ = ["VideoIndex", "cached", "known", "load"]
+__all__ = ["VideoIndex", "cached", "in_memory", "known", "load"]
 
 Maker = Callable[[Identity], tuple[bytes, str]]
 """Scans a file and stores its record: returns the record, and why it could not be stored."""
@@ -60,6 +61,14 @@ def load(path: str, maker: Maker = store.make) -> VideoIndex:
     finally:
         with _lock:
             _being_made.pop(identity.path, None)
+
+
+def in_memory(path: str) -> bool:
+    """True when the index of a video is at hand; False as well when the file is not there."""
+    try:
+        return _remembered(Identity.of(path)) is not None
+    except OpenError:
+        return False
 
 
 def known(path: str) -> bool:

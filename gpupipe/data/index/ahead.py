@@ -8,6 +8,7 @@ from contextlib import suppress
 
 from gpupipe.data import index as indices
 from gpupipe.data.scan.worker import ScanProcess
+from gpupipe.data.stop import Stopped
 from gpupipe.errors import GpupipeError
 
 _AHEAD = 256
@@ -59,7 +60,7 @@ class IndexAhead:
     def wait_for(self, path: str) -> None:
         """Waits until a video's index has been loaded, or is not going to be soon: then it is for the caller to load."""
         place = self._place.get(path)
-        if place is None:
+        if place is None or place in self._done or indices.in_memory(path):
             return
         with self._changed:
             self._changed.wait_for(
@@ -87,9 +88,9 @@ class IndexAhead:
         try:
             while not process.ended and (place := self._next()) is not None:
                 try:
-                    with suppress(GpupipeError):
+                    with suppress(GpupipeError, Stopped):
                         path = self._paths[place]
-                        if not indices.known(path) and process.start():
+                        if not indices.known(path) and process.start(lambda: self._stopping):
                             indices.load(path, process.make)
                 finally:
                     with self._changed:

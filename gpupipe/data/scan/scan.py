@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, cast
@@ -39,6 +42,9 @@ _WINDOW_BYTES = 4 << 20
 _scanning = threading.Semaphore(2)
 """Scans in one process at a time: a demux gives up the interpreter lock at each packet, so that many side by side spend their
 time winning it back."""
+
+
+_PATIENCE_SECONDS = 30.0
 
 
 def _after_fork() -> None:
@@ -104,8 +110,12 @@ class Scan:
     faults: list[str]
 
 
-def scan(identity: Identity, stop: Stop = never) -> Scan:
+def scan(identity: Identity, stop: Stop = never, begun: Callable[[], object] = lambda: None) -> Scan:
     """Reads all packets of the best video stream, and decodes its first frame.
+
+    Args:
+        stop: asked at each packet.
+        begun: called while the scan waits for its turn and when that has come: what went before is no fault of the file.
 
     Raises:
         OpenError: when the file cannot be opened, has no video, or its first frame cannot be decoded.
@@ -114,7 +124,7 @@ def scan(identity: Identity, stop: Stop = never) -> Scan:
     import av
 
     path = identity.path
-    with _scanning:
+    with _turn(stop, begun):
         container, stream = open_video(path)
         with container:
             try:
@@ -122,6 +132,23 @@ def scan(identity: Identity, stop: Stop = never) -> Scan:
             except av.error.FFmpegError as error:
                 message = f"{path} cannot be indexed: {error.strerror}"
                 raise OpenError(message, fix="is the file whole?", path=path) from error
+
+
+@contextmanager
+def _turn(stop: Stop, begun: Callable[[], object]) -> Iterator[None]:
+    """Waits for one of the permits; for so long only, since a thread that is stuck in a file keeps its own."""
+    permits = _scanning
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not (held := permits.acquire(timeout=0.1)) and time.monotonic() < deadline:
+        begun()
+        if stop():
+            raise Stopped
+    try:
+        begun()
+        yield
+    finally:
+        if held:
+            permits.release()
 
 
 def _scan(identity: Identity, container: InputContainer, stream: VideoStream, stop: Stop) -> Scan:

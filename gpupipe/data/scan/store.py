@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from gpupipe.data.bytes import Identity
@@ -44,8 +45,8 @@ def read(identity: Identity) -> bytes | None:
         return None
 
 
-def make(identity: Identity, stop: Stop = never) -> tuple[bytes, str]:
-    """Scans a file and stores its record.
+def make(identity: Identity, stop: Stop = never, begun: Callable[[], object] = lambda: None) -> tuple[bytes, str]:
+    """Scans a file, as :func:`gpupipe.data.scan.scan.scan` does, and stores its record.
 
     Returns:
         The record, and why it could not be stored: empty when it was.
@@ -54,7 +55,7 @@ def make(identity: Identity, stop: Stop = never) -> tuple[bytes, str]:
         OpenError: when the file cannot be opened, has no video, none of its frames can be decoded, or it changed meanwhile.
         Stopped: when ``stop()`` turned true.
     """
-    made = record(scan(identity, stop))
+    made = record(scan(identity, stop, begun))
     if Identity.of(identity.path) != identity:
         message = f"{identity.path} changed while it was indexed"
         raise OpenError(message, fix="wait until it is written", path=identity.path)

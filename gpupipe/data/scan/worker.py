@@ -6,13 +6,18 @@ demux. So videos that are met while an epoch runs are scanned here.
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from typing import Any
 
 from gpupipe.data.bytes import Identity
 from gpupipe.data.child import Child, ChildEnded, serve
 from gpupipe.data.scan.store import make
+from gpupipe.data.stop import Stopped
 from gpupipe.errors import GpupipeError, OpenError
+
+_LIMIT_SECONDS = 120.0
+"""How long a scan may take; a film of two hours takes three seconds."""
 
 
 class ScanProcess(Child):
@@ -27,9 +32,11 @@ class ScanProcess(Child):
         Raises:
             OpenError: when it cannot be made there: the file's own turn will tell why.
         """
+        begin = time.monotonic()
         try:
-            record, not_stored = self.ask(asdict(identity))
-        except ChildEnded as error:
+            record, not_stored = self.ask(asdict(identity), lambda: self._ended or time.monotonic() - begin > _LIMIT_SECONDS)
+        except (ChildEnded, Stopped) as error:
+            self.end()
             raise OpenError(f"the scanning process ended while it read {identity.path}", path=identity.path) from error
         if not record:
             raise OpenError(f"{identity.path} could not be scanned ahead of its turn", path=identity.path)

@@ -1,0 +1,110 @@
+"""The watch over threads: late ones are given up and replaced, and nothing that goes wrong in it passes unheard."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from gpupipe.data.crew import Crew, TakenAway, Worker
+
+Names = Crew[str, str]
+
+
+def crew(engines: list[str], work: Any, **callbacks: Any) -> Names:
+    told: dict[str, Any] = {"successor": lambda worker: worker.engine + "'", "taken": lambda _: None, "failed": lambda _: None}
+    return Crew(engines, work, limit_seconds=0.4, name="gpupipe-test", **{**told, **callbacks})
+
+
+def test_a_late_thread_loses_its_work_and_its_place() -> None:
+    free, done, taken, outcome = threading.Event(), threading.Event(), [], []
+
+    def work(worker: Worker[str, str]) -> None:
+        outcome.append(worker.engine)
+        if worker.engine == "a":
+            worker.begin("slow")
+            free.wait(20)
+            with pytest.raises(TakenAway):
+                worker.claim()
+            outcome.append("late")
+        elif worker.engine == "a'":
+            done.set()
+
+    one = crew(["a", "b"], work, taken=taken.append)
+    one.start()
+    assert done.wait(10)
+    assert taken == ["slow"]
+    one.join()
+    assert sorted(outcome) == ["a", "a'", "b"]
+    free.set()
+    time.sleep(0.2)
+    assert "late" in outcome
+
+
+def test_work_that_is_claimed_is_not_taken_away() -> None:
+    taken: list[str] = []
+
+    def work(worker: Worker[str, str]) -> None:
+        worker.begin("quick")
+        worker.claim()
+        time.sleep(1.0)
+
+    one = crew(["a"], work, taken=taken.append)
+    one.start()
+    one.join()
+    assert not taken
+
+
+@pytest.mark.parametrize("where", ["successor", "taken"])
+def test_what_the_watch_fails_with_is_told(where: str) -> None:
+    free, told, heard = threading.Event(), [], threading.Event()
+
+    def fail(_: Any) -> str:
+        raise OSError("no more")
+
+    def failed(error: BaseException) -> None:
+        told.append(error)
+        heard.set()
+
+    def work(worker: Worker[str, str]) -> None:
+        worker.begin("slow")
+        free.wait(20)
+
+    one = crew(["a"], work, failed=failed, **{where: fail})
+    one.start()
+    assert heard.wait(10)
+    assert str(told[0]) == "no more"
+    free.set()
+    one.join()
+
+
+def test_joining_gives_up_on_a_stuck_thread() -> None:
+    free, successors = threading.Event(), []
+
+    def work(worker: Worker[str, str]) -> None:
+        worker.begin("slow")
+        free.wait(20)
+
+    def successor(worker: Worker[str, str]) -> str:
+        successors.append(worker.engine)
+        return "b"
+
+    one = crew(["a"], work, successor=successor)
+    one.start()
+    begin = time.monotonic()
+    one.join()
+    assert time.monotonic() - begin < 10
+    assert successors == ["a"]
+    free.set()
+
+
+def test_it_may_be_ended_by_a_thread_that_holds_its_lock() -> None:
+    """Garbage collection may end a crew in its own watch."""
+    one = crew([], lambda worker: None)
+    with one._changed:
+        one.end()
+    one.join()
+    gc.collect()
