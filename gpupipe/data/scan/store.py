@@ -64,18 +64,15 @@ def make(identity: Identity, stop: Stop = never, begun: Callable[[], object] = l
 
 def _write(target: Path, data: bytes) -> str:
     """Stores a file; a folder that cannot be written is no error. Returns what was wrong, or nothing."""
-    part = None
+    part = target.with_name(f"{os.urandom(8).hex()}.part")  # known before it is there: an end may come at any moment
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, part = tempfile.mkstemp(dir=target.parent, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
+        with part.open("xb") as file:
             file.write(data)
         os.replace(part, target)
-        part = None
     except OSError as error:
         return error.strerror or str(error)
     finally:
-        if part is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
+        with contextlib.suppress(OSError):
+            os.unlink(part)
     return ""
