@@ -346,5 +346,5 @@ def test_work_that_hears_is_ended_by_the_limit_without_giving_up_its_thread(
     with VideoLoader([slow, clips["vp9"], clips["hevc"]], **options) as loader:
         (batch,) = list(loader)
         assert slow not in batch.paths
-        assert "longer than 0.5 s" in loader.bad_files[slow]
+        assert f"{slow}: a visit to it took longer than 0.5 s" in loader.bad_files[slow]
         assert "threads_given_up" not in loader.stats()

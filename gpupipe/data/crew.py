@@ -35,6 +35,11 @@ class Worker(Generic[Engine, Work]):
         self._given_up = False
 
     @property
+    def work(self) -> Work | None:
+        """What it is at; None when that is the thread's own to deliver, or nothing."""
+        return self._work
+
+    @property
     def seconds(self) -> float:
         """How long it has been at its work."""
         return self._clock() - self._since

@@ -222,8 +222,10 @@ class Pipeline:
         Raises:
             DecodeError: when the work has taken longer than it may.
         """
-        if self._crew.me.seconds > self._job.config.decode.limit_seconds:
-            raise DecodeError(f"a visit took longer than {self._job.config.decode.limit_seconds:g} s", fix=_LATE)
+        limit, work = self._job.config.decode.limit_seconds, self._crew.me.work
+        if work is not None and self._crew.me.seconds > limit:
+            path = self._job.entries[work[1].entry].path
+            raise DecodeError(f"{path}: a visit to it took longer than {limit:g} s", fix=_LATE, path=path)
         return self._stopping
 
     def _work(self, worker: Worker[DecodeEngine, tuple[_Task, ClipRequest]]) -> None:
