@@ -6,6 +6,7 @@ import gc
 import os
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,17 @@ def test_a_forked_child_leaves_its_parents_lanes_alone(monkeypatch: pytest.Monke
         os._exit(0 if fine else 1)
     assert os.waitpid(child, 0)[1] == 0
     assert take(FIRST) is idle
+
+
+def test_an_engine_that_decodes_in_a_process_takes_no_open_session_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "Lane", FakeLane)
+    idle = take(FIRST)
+    give_back(idle)
+    process: Any = SimpleNamespace(close=lambda: None)
+    helper = DecodeEngine(FIRST, mode="auto", keep=2, fallbacks=Fallbacks(), telemetry=Telemetry(), process=process)
+    assert helper.stream is not idle.stream
+    helper.close()
+    assert make_engine().stream is idle.stream, "nor leaves its own in their place"
 
 
 def test_the_cpu_has_no_lane() -> None:

@@ -142,7 +142,9 @@ class DecodeEngine:
         return planes
 
     def _hardware(self) -> Lane:
-        if self._lane is None:
+        if self._lane is None and self._process is not None:  # never opens a session: leaves those that are open to others
+            self._lane = Lane(self.device)
+        elif self._lane is None:
             self._lane = take(self.device)
             self._leaving = weakref.finalize(self, give_back, self._lane)
             self._leaving.atexit = False
