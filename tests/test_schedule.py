@@ -38,6 +38,15 @@ def drain(one: Schedule[Clip, Clip], decoder: Decoder, seconds: float = 0.0) -> 
     return taken
 
 
+def set_pace(one: Schedule[Clip, Clip]) -> None:
+    """Three clips by the hardware, a hundredth of a second apart."""
+    for _ in range(3):
+        clip = one.take("nvdec")
+        assert clip is not None
+        time.sleep(0.01)
+        one.done(clip, "nvdec", 0.01)
+
+
 def test_clips_come_in_order_to_one_engine() -> None:
     assert drain(schedule([Clip(k) for k in range(5)]), "nvdec") == [0, 1, 2, 3, 4]
     mixed = [Clip(k, "cpu" if k % 2 else "nvdec") for k in range(5)]
@@ -74,11 +83,7 @@ def test_the_end_waits_for_what_may_still_be_passed_on() -> None:
 
 def test_helpers_wait_until_the_hardwares_pace_is_known_and_try_a_kind_once() -> None:
     one = schedule([Clip(k) for k in range(40)], helping=True, window=10)
-    for _ in range(3):
-        clip = one.take("nvdec")
-        assert clip is not None
-        time.sleep(0.01)
-        one.done(clip, "nvdec", 0.01)
+    set_pace(one)
     trial = one.take("cpu")
     assert trial == Clip(3), "untried"
     assert trial is not None
@@ -95,11 +100,7 @@ def test_helpers_wait_until_the_hardwares_pace_is_known_and_try_a_kind_once() ->
 
 def test_fast_helpers_go_on_helping() -> None:
     one = schedule([Clip(k) for k in range(40)], helping=True, window=32)
-    for _ in range(3):
-        clip = one.take("nvdec")
-        assert clip is not None
-        time.sleep(0.01)
-        one.done(clip, "nvdec", 0.01)
+    set_pace(one)
     for _ in range(5):
         clip = one.take("cpu")
         assert clip is not None

@@ -89,14 +89,8 @@ class Child:
             here = str(Path(__file__).resolve().parents[2])
             search = os.pathsep.join([*filter(None, sys.path), here])  # what this process finds, without a search of its own
             self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-S",
-                    "-P",
-                    "-m",
-                    self._module,
-                    *map(str, self._shared),
-                ],  # -P: a json.py lying about here is not meant
+                # -P: a json.py that lies about in the working directory is not meant
+                [sys.executable, "-S", "-P", "-m", self._module, *map(str, self._shared)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,  # FFmpeg's remarks on bad files, of which errors tell

@@ -26,8 +26,8 @@ class Worker(Generic[Engine, Work]):
     def __init__(self, engine: Engine, line: int, clock: Callable[[], float]) -> None:
         self.engine = engine
         self.line = line
-        self._clock = clock
         """Number of the worker's place in the crew; a replacement takes it over."""
+        self._clock = clock
         self.thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._work: Work | None = None

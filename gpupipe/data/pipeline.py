@@ -72,6 +72,10 @@ class Job:
     folder: str = field(default_factory=os.getcwd)
     """Where relative paths start, whatever the working directory becomes."""
 
+    def entry_of(self, task: _Task) -> Entry:
+        """The video that a task is about."""
+        return self.entries[task.request.entry]
+
     def file_of(self, entry: Entry) -> str:
         """The path by which a video is opened."""
         return os.path.join(self.folder, entry.path)
@@ -90,7 +94,6 @@ class _Visit:
     """A task of which all is known but the pixels: the clips of one video, decoded in one pass."""
 
     task: _Task
-    request: ClipRequest
     entry: Entry
     index: VideoIndex
     picks: list[FramePick]
@@ -134,15 +137,14 @@ class Pipeline:
         self._streams = _streams(job)
         paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers)
-        self._tasks = _tasks(job, groups, epoch, first_batch, self._jitter)
         self._schedule: Schedule[_Task, _Visit] = Schedule(
-            self._tasks,
+            _tasks(job, groups, epoch, first_batch, self._jitter),
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
             helping=job.config.decode.cpu_workers != 0,
             window=job.config.jitter.depth * job.config.batch.size // job.config.clip.clips_per_video,
         )
-        self._crew: Crew[DecodeEngine, tuple[_Task, ClipRequest]] = Crew(
+        self._crew: Crew[DecodeEngine, _Task] = Crew(
             [*job.engines, *job.helpers],
             self._work,
             self._successor,
@@ -222,13 +224,13 @@ class Pipeline:
         Raises:
             DecodeError: when the work has taken longer than it may.
         """
-        limit, work = self._job.config.decode.limit_seconds, self._crew.me.work
-        if work is not None and self._crew.me.seconds > limit:
-            path = self._job.entries[work[1].entry].path
+        limit, task = self._job.config.decode.limit_seconds, self._crew.me.work
+        if task is not None and self._crew.me.seconds > limit:
+            path = self._job.entry_of(task).path
             raise DecodeError(f"{path}: a visit to it took longer than {limit:g} s", fix=_LATE, path=path)
         return self._stopping
 
-    def _work(self, worker: Worker[DecodeEngine, tuple[_Task, ClipRequest]]) -> None:
+    def _work(self, worker: Worker[DecodeEngine, _Task]) -> None:
         """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
         engine, job = worker.engine, self._job
         # Without NVDEC all engines stand in one line, whatever it is called.
@@ -240,7 +242,7 @@ class Pipeline:
                 visit = self._schedule.take(kind)
                 if visit is None:
                     return
-                worker.begin((visit.task, visit.request))
+                worker.begin(visit.task)
                 self._serve(engine, kind, visit)
                 del visit  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed, TakenAway):
@@ -253,7 +255,7 @@ class Pipeline:
         self._jitter.fail(error)
         self._schedule.close()
 
-    def _successor(self, worker: Worker[DecodeEngine, tuple[_Task, ClipRequest]]) -> DecodeEngine:
+    def _successor(self, worker: Worker[DecodeEngine, _Task]) -> DecodeEngine:
         """The engine in the place of one whose thread is stuck in native code, for this epoch and the next ones."""
         job = self._job
         own = len(job.engines)
@@ -264,18 +266,13 @@ class Pipeline:
         job.telemetry.count("threads_given_up")
         return engines[place]
 
-    def _taken(self, work: tuple[_Task, ClipRequest]) -> None:
+    def _taken(self, task: _Task) -> None:
         """What becomes of the clips that a stuck thread was at."""
-        job, (task, request) = self._job, work
-        entry = job.entries[request.entry]
-        error = DecodeError(
-            f"{entry.path}: a decoder was stuck in it for longer than {job.config.decode.limit_seconds:g} s",
-            fix=_LATE,
-            path=entry.path,
-        )
-        job.stuck_in.add(entry.path)
-        substitute = self._after_failure(task, request, entry, error)
-        self._schedule.again(replace(task, request=substitute) if substitute is not None else None)
+        job, path = self._job, self._job.entry_of(task).path
+        limit = job.config.decode.limit_seconds
+        job.stuck_in.add(path)
+        error = DecodeError(f"{path}: a decoder was stuck in it for longer than {limit:g} s", fix=_LATE, path=path)
+        self._schedule.again(self._after_failure(task, error))
 
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: _Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
@@ -289,8 +286,8 @@ class Pipeline:
                 return
         except _BAD as error:
             self._crew.me.claim()
-            request = self._after_failure(visit.task, visit.request, visit.entry, error)
-            following = self._usable(visit.task, request) if request is not None else None
+            task = self._after_failure(visit.task, error)
+            following = self._usable(task)
             if following is not None:
                 self._schedule.pass_on(following)
             else:
@@ -303,17 +300,17 @@ class Pipeline:
         """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
         self._ahead.advance()
         try:
-            return self._usable(task, task.request)
+            return self._usable(task)
         except BaseException:
             if self._crew.me.given_up:
                 raise TakenAway from None
             raise
 
-    def _usable(self, task: _Task, request: ClipRequest) -> _Visit | None:
+    def _usable(self, task: _Task | None) -> _Visit | None:
         job, me = self._job, self._crew.me
-        while True:
-            entry = job.entries[request.entry]
-            begun = partial(me.begin, (task, request))
+        while task is not None:
+            request, entry = task.request, job.entry_of(task)
+            begun = partial(me.begin, task)
             begun()
             try:
                 if entry.path in job.stuck_in:
@@ -328,17 +325,15 @@ class Pipeline:
                 picks = [pick_frames(job.config.clip, index, draw, start_frame(entry)) for draw in draws]
                 plan = make_plan(index, [frame for pick in picks for frame in pick.indices])
                 me.claim()
-                return _Visit(task, request, entry, index, picks, plan, choice)
+                return _Visit(task, entry, index, picks, plan, choice)
             except _BAD as error:
                 me.claim()
-                substitute = self._after_failure(task, request, entry, error)
-                if substitute is None:
-                    return None
-                request = substitute
+                task = self._after_failure(task, error)
+        return None
 
-    def _after_failure(self, task: _Task, request: ClipRequest, entry: Entry, error: GpupipeError) -> ClipRequest | None:
-        """Counts and names a bad sample; the request that stands in for it, or None when its slots are skipped, and done."""
-        job = self._job
+    def _after_failure(self, task: _Task, error: GpupipeError) -> _Task | None:
+        """Counts and names a bad sample; the task with a substitute for it, or None when its slots are skipped, and done."""
+        job, entry = self._job, self._job.entry_of(task)
         job.telemetry.count("bad_clips", len(task.slots))
         task.assembly.unusable(task.slots[0], entry.path)
         job.bad_files.setdefault(entry.path, str(error))
@@ -348,14 +343,14 @@ class Pipeline:
         if job.config.on_bad_file == "skip":
             self._arrived(task, None)
             return None
-        if request.attempt + 1 >= _MOST_ATTEMPTS:
+        if task.request.attempt + 1 >= _MOST_ATTEMPTS:
             raise DecodeError(
                 f"{_MOST_ATTEMPTS} samples in a row could not be used; the last: {error.message}",
                 fix="check the list of videos: see VideoLoader.bad_files",
                 path=entry.path,
             ) from error
         job.telemetry.count("substituted")
-        return job.order.substitute(request)
+        return replace(task, request=job.order.substitute(task.request))
 
     def _make(self, engine: DecodeEngine, decoder: Decoder, visit: _Visit) -> list[Arrival]:
         job, info, task = self._job, visit.index.info, visit.task
@@ -363,13 +358,13 @@ class Pipeline:
         self._crew.me.claim()
         arrivals = []
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
-            params = job.transform.draw(info, clip_generator(visit.request, AUGMENT, clip))
+            params = job.transform.draw(info, clip_generator(task.request, AUGMENT, clip))
             first = clip * len(pick.indices)
             frames = visit.plan.frame_map[first : first + len(pick.indices)]
             with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
                 job.transform.apply(planes, info, params, frames, task.assembly.slot(slot, engine.stream))
                 done = engine.stream.record_event() if engine.stream is not None else None
-            record = ClipRecord(visit.entry.path, visit.request, pick, params, decoder, clip)
+            record = ClipRecord(visit.entry.path, task.request, pick, params, decoder, clip)
             arrivals.append(Arrival(record, visit.index.seconds_of(pick.indices), visit.entry.columns, done))
         job.telemetry.count("clips", len(arrivals))
         job.telemetry.count(f"{decoder}_clips", len(arrivals))

@@ -103,11 +103,11 @@ class NvdecDecoder:
             target = _Target(index, plan, self._store)
             with PacketFeed(index) as feed:
                 for run in plan.passes:
-                    shown = index.in_show_order(run.packets)
+                    data, shown = self._byte_stream(index, feed, run), index.in_show_order(run.packets)
                     if by_count and shown[0] == run.first:
-                        self._run_by_count(session.decoder, index, feed, run, shown, target, stop)
+                        self._run_by_count(session.decoder, data, shown, target, stop)
                     else:  # leading pictures: they come out or not as the decoder sees fit
-                        self._run_by_time(session.decoder, index, feed, run, shown, target, stop)
+                        self._run_by_time(session.decoder, data, shown, target, stop)
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
         except BaseException as error:
@@ -116,16 +116,7 @@ class NvdecDecoder:
                 raise _explained(error, index.info.path) from error
             raise
 
-    def _run_by_count(
-        self,
-        decoder: Any,
-        index: VideoIndex,
-        feed: PacketFeed,
-        run: Pass,
-        in_show_order: list[int],
-        target: _Target,
-        stop: Stop,
-    ) -> None:
+    def _run_by_count(self, decoder: Any, data: Iterator[bytes], in_show_order: list[int], target: _Target, stop: Stop) -> None:
         """Feeds many packets a call and tells frames apart by the order in which they come out, which is that of showing.
 
         Each call gives up the interpreter lock and must win it back: at small frame sizes that costs more than the decode. As
@@ -133,8 +124,7 @@ class NvdecDecoder:
         """
         expected = [target.slots.get(packet) for packet in in_show_order]
         wanted = deque(rank for rank, slot in enumerate(expected) if slot is not None)
-        a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // (index.info.width * index.info.height * 2)))
-        data = self._byte_stream(index, feed, run)
+        a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // target.frame_bytes))
         fed = shown = 0
         while wanted and fed < len(expected):
             if stop():
@@ -151,16 +141,7 @@ class NvdecDecoder:
         if target.take_in_order(rest, expected, shown) != fed:
             raise _Miscounted
 
-    def _run_by_time(
-        self,
-        decoder: Any,
-        index: VideoIndex,
-        feed: PacketFeed,
-        run: Pass,
-        in_show_order: list[int],
-        target: _Target,
-        stop: Stop,
-    ) -> None:
+    def _run_by_time(self, decoder: Any, data: Iterator[bytes], in_show_order: list[int], target: _Target, stop: Stop) -> None:
         """Feeds packet by packet and tells frames apart by the number that each packet got for a time.
 
         NVDEC's parser hands times out again in rising order, so the numbers rise in the order of showing.
@@ -168,8 +149,7 @@ class NvdecDecoder:
         slots = {number: target.slots.get(packet) for number, packet in enumerate(in_show_order)}
         number_of = {packet: number for number, packet in enumerate(in_show_order)}
         wanted = deque(number for number, slot in slots.items() if slot is not None)
-        data = self._byte_stream(index, feed, run)
-        for fed in [*run.packets, None]:
+        for fed in [*sorted(in_show_order), None]:
             if stop():
                 raise Stopped
             chunk = next(data) if fed is not None else b""
@@ -249,6 +229,8 @@ class _Target:
 
     def __init__(self, index: VideoIndex, plan: Plan, store: FrameStore) -> None:
         self.slots = plan.slots
+        self.frame_bytes = index.info.width * index.info.height * 2
+        """An estimate of a decoded frame's size, on the safe side for 8-bit 4:2:0."""
         self._index = index
         self._plan = plan
         self._store = store
