@@ -10,9 +10,11 @@ from typing import Any
 import av
 import pytest
 from av.bitstream import BitStreamFilterContext
+from clips import write_clip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpupipe.data.scan.bitstream.dpb import pictures_held
 from gpupipe.data.scan.bitstream.nal import (
     START_CODE,
     BitReader,
@@ -284,3 +286,47 @@ def test_length_fields_and_start_codes_turn_into_each_other() -> None:
         assert fields == (4).to_bytes(size, "big") + b"\x67abc" + (2).to_bytes(size, "big") + b"\x68d"
         assert to_annexb(fields, size) == stream
     assert from_annexb(stream, 0) == stream
+
+
+@pytest.mark.parametrize(
+    ("codec", "params", "bframes", "held"),
+    [
+        ("libx264", "ref=1", 0, (1, 1)),
+        ("libx264", "ref=16:bframes=3", 3, (16, 16)),
+        ("libx264", "ref=5:nal-hrd=vbr:vbv-maxrate=800:vbv-bufsize=800", 0, (5, 5)),
+        ("libx264", "ref=5:cqm=jvt:colorprim=bt709:chromaloc=1:videoformat=pal:overscan=show", 0, (5, 5)),
+        ("libx264", "ref=3:interlaced=1:sar=7/5", 0, (3, 3)),
+        ("libx264", "keyint=1:level=30", 0, (0, 16)),  # all intra: no bitstream restriction, so the level's 8100 macroblocks
+        ("libx265", "ref=3:bframes=0", 0, (4, 16)),
+        ("libx265", "ref=5:bframes=3:temporal-layers=1:hrd=1:vbv-maxrate=800:vbv-bufsize=800", 3, (6, 16)),
+    ],
+)
+def test_pictures_that_a_stream_makes_a_decoder_hold(
+    codec: str, params: str, bframes: int, held: tuple[int, int], tmp_path: Path
+) -> None:
+    key = codec.removeprefix("lib") + "-params"
+    options = {key: f"{params}:log-level=none", "preset": "medium"}
+    path = write_clip(tmp_path / "a.mp4", codec, width=192, height=160, frames=4, bframes=bframes, options=options)
+    with av.open(str(path)) as container:
+        context = container.streams.video[0].codec_context
+        name = context.codec.canonical_name
+        sets = ParameterSets(name, bytes(context.extradata or b"")).in_force()
+    assert pictures_held(name, sets) == held
+
+
+@pytest.mark.parametrize(("size", "frames"), [((1920, 1080), 4), ((1280, 720), 9), ((640, 360), 16)])
+def test_pictures_that_a_level_allows(size: tuple[int, int], frames: int, tmp_path: Path) -> None:
+    """H.264 table A-1 at level 4: 32768 macroblocks, rounded down, at most 16 frames."""
+    width, height = size
+    options = {"x264-params": "keyint=1:level=40:log-level=none", "preset": "medium"}
+    path = write_clip(tmp_path / "a.mp4", width=width, height=height, frames=1, bframes=0, options=options)
+    with av.open(str(path)) as container:
+        sets = ParameterSets("h264", bytes(container.streams.video[0].codec_context.extradata or b"")).in_force()
+    assert pictures_held("h264", sets)[1] == frames
+
+
+@given(st.binary(max_size=80), st.sampled_from(["h264", "hevc"]))
+@settings(deadline=None, max_examples=300)
+def test_held_pictures_of_rubbish_are_no_error(data: bytes, codec: str) -> None:
+    sequence = b"\x67" if codec == "h264" else b"\x42\x01"
+    assert len(pictures_held(codec, b"\x00\x00\x00\x01" + sequence + data)) in (0, 2)

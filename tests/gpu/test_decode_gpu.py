@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import av
+import numpy as np
 import pytest
 import torch
 from streams import STREAMS
+from test_decode_cpu import sequential
 
 from gpupipe import VideoReader
+from gpupipe.data import index as indices
+from gpupipe.data.decode import DecodeEngine, Fallbacks, cpu
+from gpupipe.data.plan import make_plan
 from gpupipe.errors import DecodeError
+from gpupipe.telemetry import Telemetry
 
 pytestmark = pytest.mark.gpu
 
@@ -23,6 +30,9 @@ TRICKY = [
 SOFTWARE = [
     "t09_h264_hi10.mp4", "t10_odd_vp9.mp4", "t10_odd_h264_444.mp4", "t16_interlaced_h264.mp4", "t17_av1.mp4", "t18_tiny32.mp4",
 ]  # fmt: skip
+
+
+MEDIA = ["bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4"]
 
 
 def assert_same_planes(path: Path, *, decoder: str, picks: int = 24, seed: int = 0) -> None:
@@ -67,7 +77,7 @@ def test_planes_of_tricky_files_equal_software(tricky: Path, name: str) -> None:
     assert_same_planes(tricky / name, decoder="nvdec")
 
 
-@pytest.mark.parametrize("name", ["bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4"])
+@pytest.mark.parametrize("name", MEDIA)
 def test_planes_of_real_videos_equal_software(media: Path, name: str) -> None:
     assert_same_planes(media / name, decoder="nvdec")
 
@@ -87,11 +97,6 @@ def test_a_damaged_stream_neither_hangs_nor_crashes(tricky: Path) -> None:
 
 def test_decoder_is_reused_across_sizes(clips: dict[str, Path], tricky: Path) -> None:
     """One engine, videos of several sizes in turn: reconfiguring must not leave the last size behind."""
-    from gpupipe.data import index as indices
-    from gpupipe.data.decode import DecodeEngine, Fallbacks, cpu
-    from gpupipe.data.plan import make_plan
-    from gpupipe.telemetry import Telemetry
-
     engine = DecodeEngine(torch.device("cuda", 0), mode="nvdec", keep=2, fallbacks=Fallbacks(), telemetry=Telemetry())
     paths = [clips["h264"], clips["h264_odd"], tricky / "t01_opengop_h264.mp4", clips["hevc"], clips["vp9"], clips["h264_odd"]]
     for path in paths * 3:
@@ -105,6 +110,75 @@ def test_decoder_is_reused_across_sizes(clips: dict[str, Path], tricky: Path) ->
         assert torch.equal(ours.u.cpu(), theirs.u), path
         assert torch.equal(ours.v.cpu(), theirs.v), path
     engine.close()
+
+
+def test_a_stream_that_holds_more_pictures_than_the_last_one(tmp_path: Path) -> None:
+    """The parser keeps the number of surfaces of a decoder's first stream: sixteen reference frames want another."""
+    few, many = (STREAMS[name].make(tmp_path, name) for name in ("h264_baseline", "h264_ref16"))
+    for path in (few, many, few, many):
+        assert_same_planes(path, decoder="nvdec", picks=60)
+
+
+@pytest.fixture(scope="module")
+def exact(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Exact]:
+    """Every undamaged progressive stream of a codec that is exact, with all its frames from a sequential software decode."""
+    folder = tmp_path_factory.mktemp("exact")
+    paths = [
+        stream.make(folder, name) for name, stream in STREAMS.items() if stream.nvdec and stream.codec in av.codecs_available
+    ]
+    paths += [shared / "tricky" / name for name in TRICKY if name != "t13_truncated.mp4"]
+    paths += [shared / "media" / name for name in MEDIA]
+    return [Exact(path) for path in paths]
+
+
+class Exact:
+    """A video, and what each of its planes adds up to, in a way that tells any two planes apart."""
+
+    def __init__(self, path: Path) -> None:
+        self.index = indices.load(str(path))
+        frames = sequential(path)
+        assert len(frames) == self.index.info.frames
+        planes = [[torch.from_numpy(plane.astype(np.int32)).cuda()[None] for plane in frame] for frame in frames]
+        self.sums = [[int(weighted(plane)) for plane in frame] for frame in planes]
+
+
+def weighted(planes: torch.Tensor) -> torch.Tensor:
+    """(N, H, W) → (N,): sums with odd weights modulo 2^64, which any one wrong sample changes."""
+    samples = planes.flatten(1).to(torch.int64)
+    return (samples * (torch.arange(samples.shape[1], device=samples.device) * 2654435761 * 2 + 1)).sum(1)
+
+
+@pytest.mark.timeout(300)
+def test_ten_thousand_random_draws_from_all_files_at_once_twice(exact: list[Exact]) -> None:
+    """Ten threads, each with decoders of its own, jump from file to file; a wanted frame is never any other frame."""
+    draw = random.Random(0)
+    draws = []
+    while sum(len(frames) for _, frames in draws) < 10_000:
+        video = draw.choice(exact)
+        count = video.index.info.frames
+        start, step = draw.randrange(count), draw.choice([1, 1, 4, 8])
+        spread = [draw.randrange(count) for _ in range(8)]
+        draws.append((video, draw.choice([[min(start + step * k, count - 1) for k in range(8)], spread])))
+    fallbacks = Fallbacks()
+
+    def work(share: int) -> int:
+        torch.cuda.set_device(0)
+        engine = DecodeEngine(torch.device("cuda", 0), mode="nvdec", keep=3, fallbacks=fallbacks, telemetry=Telemetry())
+        stream = engine.stream
+        assert stream is not None
+        wrong = 0
+        with torch.cuda.stream(stream):
+            for video, frames in draws[share::10]:
+                plan = make_plan(video.index, frames)
+                planes, _ = engine.decode(video.index, plan)
+                found = torch.stack([weighted(plane) for plane in (planes.y, planes.u, planes.v)], 1).tolist()
+                wrong += sum(found[place] != video.sums[frame] for place, frame in zip(plan.frame_map, frames, strict=True))
+        engine.close()
+        return wrong
+
+    for _ in range(2):
+        with ThreadPoolExecutor(10) as pool:
+            assert sum(pool.map(work, range(10))) == 0
 
 
 @pytest.mark.parametrize("lines", [(1280, 532, 530), (640, 360, 352)])

@@ -15,6 +15,7 @@ from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.decode.surface import FrameStore
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Pass, Plan
+from gpupipe.data.scan.bitstream.dpb import pictures_held
 from gpupipe.data.scan.bitstream.nal import to_annexb
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.device.driver import drop_contexts
@@ -185,10 +186,14 @@ class NvdecDecoder:
         return packet
 
     def _key(self, index: VideoIndex) -> tuple[Any, ...]:
-        """Streams of one key share a decoder."""
+        """Streams of one key share a decoder.
+
+        NVDEC's parser keeps to the number of surfaces of the first stream, so that one which holds more pictures would find
+        some overwritten.
+        """
         info = index.info
         room = tuple(-(-side // _CLASS) * _CLASS for side in (info.width, info.height))
-        return info.codec, info.pix_fmt, room
+        return info.codec, info.pix_fmt, pictures_held(info.codec, index.sets_at(0)[0]), room
 
     def _session(self, key: tuple[Any, ...], index: VideoIndex) -> _Session:
         size = (index.info.width, index.info.height)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpupipe.data.scan.bitstream.dpb import skip_profile_tier_level
 from gpupipe.data.scan.bitstream.nal import START_CODE, BitReader, parameter_sets, unescape, units
 
 _KINDS = {"h264": (7, 8), "hevc": (32, 33, 34)}
@@ -65,14 +66,5 @@ def _number(codec: str, kind: int, unit: bytes) -> int:
         reader.bits(4)
         sub_layers = reader.bits(3)
         reader.bits(1)
-        _skip_profile_tier_level(reader, sub_layers)
+        skip_profile_tier_level(reader, sub_layers)
     return reader.unsigned()
-
-
-def _skip_profile_tier_level(reader: BitReader, sub_layers: int) -> None:
-    """H.265 clause 7.3.3, with profilePresentFlag 1 and maxNumSubLayersMinus1 ``sub_layers``."""
-    reader.bits(88 + 8)
-    if sub_layers:
-        present = [(reader.bits(1), reader.bits(1)) for _ in range(8)][:sub_layers]
-        for profile, level in present:
-            reader.bits(88 * profile + 8 * level)
