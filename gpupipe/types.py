@@ -55,6 +55,8 @@ class VideoInfo:
     uniform: bool = True
     """One size and one format from end to end, as far as the headers of the keyframes tell."""
     variable_rate: bool = False
+    whole_start: bool = True
+    """False when its first frames refer to pictures before its first one: decoders conceal that each in its own way."""
     damage: str | None = None
     """What is wrong with a file that is cut or has damaged packets; None for a whole one."""
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clips import write_clip
+from clips import write_changing_sets, write_clip
+from remux import FRAGMENTED, Change, cut_start, ended_sequences, hidden_start, late_start, longer_sound, with_options
 
 WIDTH, HEIGHT, FRAMES = 192, 160, 72
 """Large enough for every NVDEC codec."""
@@ -28,15 +29,25 @@ class Stream:
     pix_fmt: str = "yuv420p"
     nvdec: bool = True
     """NVDEC decodes it on a Hopper GPU, to the bits of software."""
+    change: Change | None = None
+    """What becomes of the file that the encoder makes, an MP4 or, for VP8 and VP9, a WebM file."""
+    frames: int = FRAMES
+    """That a reader can deliver."""
 
     def make(self, folder: Path, name: str) -> Path:
+        if self.change is None:
+            return self._encode(folder / f"{name}{self.suffix}")
+        plain = self._encode(folder / f"{name}-plain{'.webm' if 'vpx' in self.codec else '.mp4'}")
+        return self.change(plain, folder / f"{name}{self.suffix}")
+
+    def _encode(self, path: Path) -> Path:
         options = dict(self.options)
         if self.codec in ("libx264", "libx265"):
             key = "x264-params" if self.codec == "libx264" else "x265-params"
             quiet = "log-level=none" if self.codec == "libx264" else "log-level=none:pools=1"
             options[key] = ":".join(filter(None, [quiet, self.params]))
         return write_clip(
-            folder / f"{name}{self.suffix}", self.codec, width=WIDTH, height=HEIGHT, frames=FRAMES, gop=self.gop,
+            path, self.codec, width=WIDTH, height=HEIGHT, frames=FRAMES, gop=self.gop,
             bframes=self.bframes, pix_fmt=self.pix_fmt, options=options,
         )  # fmt: skip
 
@@ -60,6 +71,12 @@ def _hidden(codec: str) -> Stream:
 
 
 _INTERLACED = {"flags": "+ilme+ildct"}
+_OPEN = "open-gop=1:bframes=4:keyint=18:min-keyint=18:scenecut=0:b-adapt=0"
+
+
+def _changing_sets(source: Path, target: Path) -> Path:
+    return write_changing_sets(target.parent, "libx265" if "hevc" in target.name else "libx264").rename(target)
+
 
 STREAMS: dict[str, Stream] = {
     # H.264: how B pictures refer to each other
@@ -88,6 +105,26 @@ STREAMS: dict[str, Stream] = {
     "h264_mkv": Stream("libx264", ".mkv", params="b-pyramid=normal:bframes=7:keyint=30:ref=6:b-adapt=0"),
     "h264_flv": Stream("libx264", ".flv", params="keyint=24"),
     "h264_avi": Stream("libx264", ".avi", params="keyint=24:bframes=0", bframes=0),
+    "h264_fragmented": Stream("libx264", change=with_options(options=FRAGMENTED)),
+    "h264_live_mkv": Stream("libx264", ".mkv", change=with_options(options={"live": "1"})),
+    "h264_mov": Stream("libx264", ".mov"),
+    "h264_bare": Stream("libx264", ".h264", params="bframes=0", bframes=0, change=with_options(format="h264")),
+    "h264_longer_sound": Stream("libx264", change=longer_sound),
+    "h264_hidden_start": Stream("libx264", change=hidden_start, frames=FRAMES - 7),
+    "h264_late_start": Stream("libx264", params=_OPEN, change=late_start, frames=54),
+    "h264_late_start_ts": Stream("libx264", ".ts", params=_OPEN + ":repeat-headers=1", change=late_start, frames=54),
+    "h264_cut_start_ts": Stream("libx264", ".ts", change=cut_start, frames=48),
+    "h264_refresh_cut_ts": Stream(
+        "libx264",
+        ".ts",
+        params="intra-refresh=1:keyint=20:repeat-headers=1",
+        bframes=0,
+        nvdec=False,
+        change=cut_start,
+        frames=42,
+    ),
+    "h264_changing_sets": Stream("libx264", change=_changing_sets, frames=80),
+    "h264_wide_pixels": Stream("libx264", params="sar=4/3"),
     # H.264: samples that NVDEC has not on every chip
     "h264_10bit": Stream("libx264", pix_fmt="yuv420p10le", nvdec=False),
     "h264_422": Stream("libx264", pix_fmt="yuv422p", nvdec=False),
@@ -104,10 +141,16 @@ STREAMS: dict[str, Stream] = {
     "hevc_slices": Stream("libx265", params="slices=2:aud=1:hrd=1:vbv-maxrate=800:vbv-bufsize=800:keyint=20:hash=1"),
     "hevc_repeated_headers": Stream("libx265", params="keyint=20:repeat-headers=1"),
     "hevc_ts": Stream("libx265", ".ts", params="keyint=20"),
+    "hevc_ended_sequences": Stream("libx265", change=ended_sequences, frames=64),
+    "hevc_hidden_start": Stream("libx265", params="open-gop=1:keyint=18:min-keyint=18", change=hidden_start, frames=FRAMES - 7),
+    "hevc_late_start_ts": Stream("libx265", ".ts", params="open-gop=1:keyint=18:min-keyint=18", change=late_start, frames=54),
+    "hevc_cut_start_ts": Stream("libx265", ".ts", params="keyint=18:min-keyint=18", change=cut_start, frames=54),
+    "hevc_changing_sets": Stream("libx265", change=_changing_sets, frames=80),
     "hevc_10bit": Stream("libx265", pix_fmt="yuv420p10le"),
     "hevc_444": Stream("libx265", pix_fmt="yuv444p"),
     # VP9 and VP8: hidden pictures, temporal layers
     "vp9_default": Stream("libvpx-vp9", ".webm", bframes=0),
+    "vp9_live": Stream("libvpx-vp9", ".webm", bframes=0, change=with_options(options={"live": "1"})),
     "vp9_hidden": _hidden("libvpx-vp9"),
     "vp9_layers": Stream("libvpx-vp9", ".webm", options=_layers(0), bframes=0),
     "vp9_layers_resilient": Stream("libvpx-vp9", ".webm", options=_layers(1), bframes=0),
@@ -117,7 +160,15 @@ STREAMS: dict[str, Stream] = {
     # Codecs that stay with software
     "mpeg2_b": Stream("mpeg2video", ".mpg", options={"b": "600k"}, gop=15, nvdec=False),
     "mpeg2_interlaced": Stream("mpeg2video", ".ts", options={"b": "900k", **_INTERLACED}, gop=12, nvdec=False),
+    "mpeg2_cut_start_ts": Stream("mpeg2video", ".ts", options={"b": "600k"}, gop=12, nvdec=False, change=cut_start, frames=60),
+    "mpeg1": Stream("mpeg1video", ".mpg", options={"b": "600k"}, gop=12, nvdec=False),
     "mpeg4_mp4": Stream("mpeg4", gop=30, nvdec=False),
     "mpeg4_avi": Stream("mpeg4", ".avi", gop=30, nvdec=False),
+    "prores": Stream("prores", ".mov", pix_fmt="yuv422p10le", bframes=0, nvdec=False),
+    "mjpeg": Stream("mjpeg", ".mov", pix_fmt="yuvj420p", bframes=0, nvdec=False),
+    "ffv1": Stream("ffv1", ".mkv", bframes=0, nvdec=False),
+    "wmv2": Stream("wmv2", ".wmv", bframes=0, nvdec=False),
+    "flv1": Stream("flv1", ".flv", bframes=0, nvdec=False),
+    "msmpeg4": Stream("msmpeg4", ".avi", bframes=0, nvdec=False),
     "av1": Stream("libsvtav1", options={"preset": "12", "svtav1-params": "lp=1"}, bframes=0, nvdec=False),
 }

@@ -25,7 +25,7 @@ from gpupipe.data.scan.bitstream.nal import (
     unescape,
     units,
 )
-from gpupipe.data.scan.bitstream.reference import picture_layer
+from gpupipe.data.scan.bitstream.reference import picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences
 from gpupipe.data.scan.bitstream.sets import ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
@@ -194,7 +194,7 @@ def packets_of(path: Path) -> tuple[str, bytes, list[Any]]:
 def test_unreferenced_pictures_are_some_of_the_b_pictures(name: str, clips: dict[str, Path]) -> None:
     codec, extradata, packets = packets_of(clips[name])
     size = nal_length_size(codec, extradata)
-    free = [packet for packet in packets if picture_layer(codec, bytes(packet), size)[1]]
+    free = [packet for packet in packets if picture_of(codec, bytes(packet), size).unreferenced]
     assert 10 < len(free) < 50
     following = {packet.pts for one, packet in pairwise(packets) if packet.pts < one.pts}
     assert {packet.pts for packet in free} & following, "decoded after pictures that are shown later: B pictures"
@@ -203,14 +203,24 @@ def test_unreferenced_pictures_are_some_of_the_b_pictures(name: str, clips: dict
 
 def test_a_picture_with_parameter_sets_or_a_reference_is_kept() -> None:
     free, referred, sets = b"\x01\x9a", b"\x41\x9a", b"\x67\x64"
-    assert picture_layer("h264", START_CODE + free, 0) == (0, True, False)
-    assert picture_layer("h264", START_CODE + free + START_CODE + referred, 0) == (0, False, False)
-    assert picture_layer("h264", START_CODE + sets + START_CODE + free, 0) == (0, False, True)
-    assert picture_layer("hevc", START_CODE + bytes([0 << 1, 3]), 0) == (2, True, False), "TRAIL_N of the third temporal layer"
-    assert picture_layer("hevc", START_CODE + bytes([1 << 1, 3]), 0) == (2, False, False), "TRAIL_R of the third temporal layer"
-    assert picture_layer("hevc", START_CODE + bytes([0 << 1, 8 | 1]), 0) == (0, False, False), "another layer than the base"
-    assert picture_layer("vp9", free, 0) == (0, False, False)
-    assert picture_layer("h264", b"", 4) == (0, False, False)
+    assert picture_of("h264", START_CODE + free, 0)[:3] == (0, True, False)
+    assert picture_of("h264", START_CODE + free + START_CODE + referred, 0)[:3] == (0, False, False)
+    assert picture_of("h264", START_CODE + sets + START_CODE + free, 0)[:3] == (0, False, True)
+    assert picture_of("hevc", START_CODE + bytes([0 << 1, 3]), 0)[:3] == (2, True, False), "TRAIL_N of the third temporal layer"
+    assert picture_of("hevc", START_CODE + bytes([1 << 1, 3]), 0)[:3] == (2, False, False), (
+        "TRAIL_R of the third temporal layer"
+    )
+    assert picture_of("hevc", START_CODE + bytes([0 << 1, 8 | 1]), 0)[:3] == (0, False, False), "another layer than the base"
+    assert picture_of("vp9", free, 0)[:3] == (0, False, False)
+    assert picture_of("h264", b"", 4)[:3] == (0, False, False)
+
+
+def test_ends_of_sequences_of_hevc_before_and_after_a_picture() -> None:
+    end, picture = START_CODE + bytes([36 << 1, 1]), START_CODE + bytes([21 << 1, 1])
+    assert picture_of("hevc", picture, 0)[3:] == (21, False, False)
+    assert picture_of("hevc", end + picture, 0)[3:] == (21, True, False)
+    assert picture_of("hevc", picture + end, 0)[3:] == (21, False, True)
+    assert picture_of("hevc", end, 0)[3:] == (-1, False, True)
 
 
 @pytest.mark.parametrize(("name", "width", "height"), [("vp9", 320, 240), ("vp9_odd", 175, 143)])
@@ -225,7 +235,7 @@ def test_vp9_keyframes_state_their_size(name: str, width: int, height: int, clip
 @given(st.binary(max_size=64), st.sampled_from(["h264", "hevc", "vp8", "vp9", "mpeg4"]), st.sampled_from([0, 1, 2, 4]))
 def test_headers_of_rubbish_are_no_error(data: bytes, codec: str, size: int) -> None:
     sequences(codec, data, size)
-    picture_layer(codec, data, size)
+    picture_of(codec, data, size)
 
 
 def bits(*fields: tuple[int, int]) -> bytes:

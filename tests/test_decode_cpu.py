@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from clips import frame_number, write_changing_sets, write_clip
+from remux import FRAGMENTED, remux
 
 from gpupipe.data import index as indices
 from gpupipe.data.decode import choose, cpu
@@ -128,20 +129,6 @@ def test_parameter_sets_that_come_once_amid_the_stream(codec: str, tmp_path: Pat
 def test_codecs_that_need_what_the_container_says(codec: str, container: str, pix_fmt: str, tmp_path: Path) -> None:
     path = write_clip(tmp_path / f"clip.{container}", codec, frames=24, gop=12, bframes=0, pix_fmt=pix_fmt)
     check_random_access(path, trials=3)
-
-
-FRAGMENTED = {"movflags": "frag_keyframe+empty_moov+default_base_moof"}
-
-
-def remux(source: Path, target: Path, **options: Any) -> Path:
-    with av.open(str(source)) as container, av.open(str(target), "w", **options) as out:
-        stream = container.streams.video[0]
-        copy = out.add_stream_from_template(stream)
-        for packet in container.demux(stream):
-            if packet.size:
-                packet.stream = copy
-                out.mux(packet)
-    return target
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ def _why_not_nvdec(info: VideoInfo, device: torch.device, mode: str) -> str | No
         return "interlaced video: NVDEC would deinterlace it"
     if not info.uniform:
         return "its size or format changes in mid-stream: NVDEC would scale the rest to the first size"
+    if not info.whole_start:
+        return "its first frames refer to pictures that it has not got"
     if info.codec not in _EXACT:
         return f"{info.codec}: hardware and software need not agree to the bit"
     subsampling = re.match(r"yuvj?(4\d\d)p", info.pix_fmt)

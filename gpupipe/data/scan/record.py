@@ -20,7 +20,7 @@ from gpupipe.data.scan.scan import Scan
 from gpupipe.errors import OpenError
 
 FAMILY = b"gpupipe-index-"
-MAGIC = FAMILY + b"2\n"
+MAGIC = FAMILY + b"3\n"
 CHECKSUM_BYTES = 4
 _INT32 = range(-(1 << 31), 1 << 31)
 _BYTE_ORDER = "<" if sys.byteorder == "little" else ">"
@@ -37,6 +37,7 @@ def record(found: Scan) -> bytes:
     if not display:
         raise OpenError(f"no frame of {path} can be decoded", fix="is the file whole?", path=path)
     start = packets.start if any(packets.start) else [True, *packets.start[1:]]
+    whole = any(packets.start) and _begins_whole(found, display, pts)
     top = max(packets.layer)
     layers = zip(packets.layer, packets.unreferenced, strict=True)
     droppable = [unreferenced and layer == top and not found.interlaced for layer, unreferenced in layers]
@@ -52,7 +53,7 @@ def record(found: Scan) -> bytes:
     }
     header = {
         "identity": asdict(found.identity),
-        "info": _info(found, [pts[packet] * tick for packet in display]),
+        "info": _info(found, [pts[packet] * tick for packet in display]) | {"whole_start": whole},
         "stream": found.stream,
         "extradata": base64.b64encode(found.extradata).decode(),
         "length_size": found.length_size,
@@ -90,6 +91,16 @@ def _frames(found: Scan) -> tuple[list[int], list[int]]:
     for rank, packet in enumerate(display):
         counted[packet] = round(rank / (found.average_rate * float(found.time_base)))
     return display, counted
+
+
+def _begins_whole(found: Scan, display: list[int], pts: list[int]) -> bool:
+    """Whether no frame is shown that needs what comes before the first start point.
+
+    HEVC names its leading pictures: those that can be decoded need nothing else, the rest are not shown.
+    """
+    first = found.packets.start.index(True)
+    leading = found.codec != "hevc"
+    return not any(packet < first or (leading and pts[packet] < pts[first]) for packet in display)
 
 
 def _info(found: Scan, seconds: list[float]) -> dict[str, Any]:

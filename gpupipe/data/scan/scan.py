@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.scan.bitstream.nal import nal_length_size
-from gpupipe.data.scan.bitstream.reference import picture_layer
+from gpupipe.data.scan.bitstream.reference import Picture, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
 from gpupipe.data.scan.bitstream.sets import ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
@@ -68,7 +68,7 @@ class PacketRows:
     key: list[bool] = field(default_factory=list)
     start: list[bool] = field(default_factory=list)
     shown: list[bool] = field(default_factory=list)
-    """False for what an edit list cuts away."""
+    """False for what an edit list cuts away, and for pictures that refer to what the stream has not got."""
     layer: list[int] = field(default_factory=list)
     """Temporal layer of the picture; 0 in codecs without layers."""
     unreferenced: list[bool] = field(default_factory=list)
@@ -162,6 +162,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
     kinds, uniform = sequences_of_extradata(codec, extradata), True
     sets = ParameterSets(codec, extradata)
     in_force = [(0, sets.in_force())]
+    leading = _LeadingPictures()
     first: Any = None
     with LocalFile(identity.path) as file:
         window = _Window(file)
@@ -176,14 +177,14 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.dts.append(packet.dts)
             rows.key.append(packet.is_keyframe)
             rows.start.append(packet.is_keyframe and is_start_point(codec, data, length_size))
-            rows.shown.append(not packet.is_discard)
-            layer, unreferenced, has_sets = picture_layer(codec, data, length_size)
-            if has_sets:
+            picture = picture_of(codec, data, length_size)
+            rows.shown.append(not packet.is_discard and not leading.is_lost(picture))
+            if picture.has_sets:
                 sets.see(data, length_size)
                 if sets.in_force() != in_force[-1][1]:
                     in_force.append((len(rows.size) - 1, sets.in_force()))
-            rows.layer.append(layer)
-            rows.unreferenced.append(unreferenced)
+            rows.layer.append(picture.layer)
+            rows.unreferenced.append(picture.unreferenced)
             if packet.is_keyframe or codec == "vp9":  # VP9 may change its size at any frame
                 kinds |= sequences(codec, data, length_size)
                 uniform = uniform and not packet.has_sidedata("new_extradata")
@@ -197,7 +198,10 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
     if first is None and not context.pix_fmt:
         raise OpenError(f"no frame of {path} can be decoded", fix="is the file whole?", path=path)
     interlaced = context.field_order not in _PROGRESSIVE or bool(first is not None and first.interlaced_frame)
-    told = None not in rows.pts and not interlaced and len(set(rows.pts)) == len(rows.pts)
+    pts = [time for time in rows.pts if time is not None]
+    known = len(pts) == len(rows.pts) == len(set(pts))
+    lost = leading.cut_short or not rows.start[0] or (codec != "hevc" and min(pts, default=0) < (rows.pts[0] or 0))
+    told = known and not interlaced and not lost
     source = first if first is not None else context
     matrix, sample_range = _colour(context, source.format)
     rotation = (-first.rotation if first is not None else 0) % 360
@@ -229,6 +233,32 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
         promised=stream.frames,
         faults=faults,
     )
+
+
+class _LeadingPictures:
+    """Which leading pictures of HEVC are never put out.
+
+    RASL pictures refer to pictures before their random access point. Where the stream begins there, or begins anew, these are
+    lost, and the pictures are skipped (H.265 clause 8.1.3, NoRaslOutputFlag).
+    """
+
+    def __init__(self) -> None:
+        self.cut_short = False
+        """A CRA picture began the stream anew: pictures before it that had yet to be shown are lost (clause C.5.2.2)."""
+        self._anew = True
+        self._begun = False
+        self._lost = False
+
+    def is_lost(self, picture: Picture) -> bool:
+        """Takes the pictures in decoding order."""
+        kind = picture.kind
+        if kind in range(16, 24):
+            self._lost = self._anew or picture.ended or kind <= 18  # BLA: broken links by name
+            self.cut_short = self.cut_short or (kind == 21 and self._lost and self._begun)
+        if kind >= 0:
+            self._anew, self._begun = False, True
+        self._anew = self._anew or picture.ends
+        return self._lost and kind in (8, 9)
 
 
 def _alone(context: Any, packet: Any) -> Any:

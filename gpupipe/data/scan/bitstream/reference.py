@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from gpupipe.data.scan.bitstream.nal import units
 from gpupipe.data.scan.bitstream.sets import is_parameter_set
 
@@ -10,20 +12,39 @@ _H264_HARMLESS = frozenset({6, 9, 12})
 """SEI, access unit delimiter, filler data."""
 _HEVC_HARMLESS = frozenset({35, 38, 39, 40})
 """Access unit delimiter, filler data, prefix and suffix SEI."""
+_HEVC_ENDS = frozenset({36, 37})
+"""End of sequence, end of bitstream."""
 
 
-def picture_layer(codec: str, packet: bytes, length_size: int) -> tuple[int, bool, bool]:
-    """(temporal layer of a packet's picture, whether no picture of its own layer refers to it, whether it has parameter sets).
+class Picture(NamedTuple):
+    """What the NAL units of a packet tell of its picture."""
+
+    layer: int = 0
+    """Temporal layer."""
+    unreferenced: bool = False
+    """No picture of its own layer refers to it."""
+    has_sets: bool = False
+    """Parameter sets come with it."""
+    kind: int = -1
+    """HEVC: NAL type of its last slice; -1 without."""
+    ended: bool = False
+    """HEVC: the sequence before it has ended."""
+    ends: bool = False
+    """HEVC: the sequence ends with it."""
+
+
+def picture_of(codec: str, packet: bytes, length_size: int) -> Picture:
+    """Looks at the NAL units of a packet of H.264 or HEVC; another codec's picture counts as referred to.
 
     H.264: unreferenced when every slice has ``nal_ref_idc`` 0 (H.264 clause 7.4.1); there are no layers, so it is 0. HEVC:
     unreferenced when every slice is of a sub-layer non-reference picture (an even NAL type below 16, H.265 table 7-1) of layer
     0. Pictures of higher temporal layers may refer to it all the same, so only those of the stream's highest layer can be left
-    out. A packet that carries anything else that lasts, such as parameter sets, counts as referred to; so does every picture of
-    another codec.
+    out. A packet that carries anything else that lasts, such as parameter sets, counts as referred to.
     """
     layer, slices, lasting, sets = 0, 0, False, False
+    picture, ended, ends = -1, False, False
     if codec not in ("h264", "hevc"):
-        return 0, False, False
+        return Picture()
     try:
         for start, end in units(packet, length_size):
             if start == end:
@@ -40,12 +61,14 @@ def picture_layer(codec: str, packet: bytes, length_size: int) -> tuple[int, boo
                 kind = packet[start] >> 1 & 63
                 if kind < 32:
                     slices += 1
+                    picture, ended, ends = kind, ended or ends, False
                     outer_layer = (packet[start] & 1) << 5 | packet[start + 1] >> 3
                     lasting = lasting or kind >= 16 or bool(kind % 2) or bool(outer_layer)
                     layer = max(layer, (packet[start + 1] & 7) - 1)
                 else:
                     lasting = lasting or kind not in _HEVC_HARMLESS
+                    ends = ends or kind in _HEVC_ENDS
                     sets = sets or is_parameter_set(codec, packet[start])
     except (ValueError, IndexError):
-        return layer, False, sets
-    return layer, slices > 0 and not lasting, sets
+        return Picture(layer, False, sets, picture, ended, ends)
+    return Picture(layer, slices > 0 and not lasting, sets, picture, ended, ends)
