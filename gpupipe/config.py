@@ -231,6 +231,14 @@ class JitterConfig(StageConfig):
     """Batches in preparation or ready, not yet taken by the consumer."""
 
 
+class CacheConfig(StageConfig):
+    """What is kept for later epochs. All of it is off unless asked for; none changes a pixel."""
+
+    open_files: Annotated[int, Field(ge=0, le=65536)] = 0
+    """Video files kept open, the least recently used closed first; at most a quarter of what the process may open. For network
+    file systems: on a local disk opening a file costs a few microseconds."""
+
+
 class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
@@ -241,6 +249,7 @@ class LoaderConfig(StageConfig):
     """One number means batches of that size."""
     decode: DecodeConfig = DecodeConfig()
     jitter: JitterConfig = JitterConfig()
+    cache: CacheConfig = CacheConfig()
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
     seed: Annotated[int, Field(ge=0)] = 0

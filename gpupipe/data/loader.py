@@ -15,6 +15,7 @@ import torch
 
 from gpupipe.config import BatchConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
+from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
@@ -46,8 +47,9 @@ class VideoLoader:
         seed: fixes the order and every random choice.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a model takes the whole stage's place.
-        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``source``, ``shuffle``, ``columns``,
-            ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the environment).
+        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
+            ``columns``, ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the
+            environment).
 
     Raises:
         ConfigError: for an unknown or bad setting, or when the videos make not one batch.
@@ -88,6 +90,9 @@ class VideoLoader:
             )
         self._telemetry = Telemetry()
         engines, helpers = _engines(self.config, self.device, self._telemetry)
+        files = OpenFiles(self.config.cache.open_files)
+        for engine in [*engines, *helpers]:
+            engine.files = files
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
         self._job = Job(
             entries=entries,
@@ -101,6 +106,7 @@ class VideoLoader:
             helpers=helpers,
             index_workers=_index_workers(self.device),
             telemetry=self._telemetry,
+            files=files,
         )
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
@@ -173,8 +179,7 @@ class VideoLoader:
         self._end_iterator("its VideoLoader was closed")
         if not self._closed:
             self._closed = True
-            for engine in [*self._job.engines, *self._job.helpers]:
-                engine.close()
+            self._job.close()
 
     def _end_iterator(self, why: str) -> None:
         iterator = self._iterator() if self._iterator is not None else None

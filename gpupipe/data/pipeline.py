@@ -18,6 +18,7 @@ from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
 from gpupipe.data.crew import Crew, TakenAway, Worker
 from gpupipe.data.decode import Choice, DecodeEngine, Decoder, Schedule, Unsupported
+from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
@@ -66,6 +67,7 @@ class Job:
     """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
     index_workers: int
     telemetry: Telemetry
+    files: OpenFiles = UNKEPT
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck: not tried again."""
@@ -79,6 +81,12 @@ class Job:
     def file_of(self, entry: Entry) -> str:
         """The path by which a video is opened."""
         return os.path.join(self.folder, entry.path)
+
+    def close(self) -> None:
+        """Leaves the decoders to the next loader, and lets go of what is kept."""
+        for engine in [*self.engines, *self.helpers]:
+            engine.close()
+        self.files.close()
 
 
 @dataclass(frozen=True, slots=True)

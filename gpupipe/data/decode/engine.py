@@ -11,6 +11,7 @@ from gpupipe.data.decode.choice import Choice, choose
 from gpupipe.data.decode.lanes import Lane, free_decoders, give_back, take
 from gpupipe.data.decode.nvdec import Unsupported
 from gpupipe.data.decode.process import DecodeProcess
+from gpupipe.data.files import UNKEPT
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, never
@@ -68,6 +69,8 @@ class DecodeEngine:
         self._fallbacks = fallbacks
         self._telemetry = telemetry
         self._process = process
+        self.files = UNKEPT
+        """Lends the files that this process reads; the loader's, where it keeps files open."""
         self._lane: Lane | None = None
         self._leaving: weakref.finalize[..., DecodeEngine] | None = None
 
@@ -133,7 +136,7 @@ class DecodeEngine:
             elif self._process is not None:
                 planes = self._process.decode(index, plan, stop)
             else:
-                planes = cpu.decode(index, plan, stop)
+                planes = cpu.decode(index, plan, stop, self.files)
         self._telemetry.count("packets_decoded", plan.packets)
         self._telemetry.count("frames_decoded", len(plan.frames))
         if decoder == "cpu" and self.device.type == "cuda":
@@ -153,15 +156,15 @@ class DecodeEngine:
     def _decode_in_hardware(self, index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
         decoder = self._hardware().nvdec(self._keep)
         try:
-            return decoder.decode(index, plan, stop)
+            return decoder.decode(index, plan, stop, self.files)
         except DeviceMemoryError:
             if not free_decoders():
                 raise
-        return decoder.decode(index, plan, stop)
+        return decoder.decode(index, plan, stop, self.files)
 
     def twin(self) -> DecodeEngine:
         """An engine like this one, with a lane and a process of its own."""
-        return type(self)(
+        other = type(self)(
             self.device,
             mode=self._mode,
             keep=self._keep,
@@ -169,6 +172,8 @@ class DecodeEngine:
             telemetry=self._telemetry,
             process=DecodeProcess() if self._process is not None else None,
         )
+        other.files = self.files
+        return other
 
     def give_up(self) -> None:
         """For an engine whose thread is stuck: ends its process, which may set the thread free."""

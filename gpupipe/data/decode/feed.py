@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpupipe.data.bytes import LocalFile
+from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Pass
 from gpupipe.data.scan.demux import open_video, whole_packets
@@ -18,15 +19,15 @@ _SPAN = 4
 
 
 class PacketFeed:
-    """Reads the packets of one video, run by run."""
+    """Reads the packets of one video, run by run, from a file that ``files`` lends."""
 
-    def __init__(self, index: VideoIndex) -> None:
+    def __init__(self, index: VideoIndex, files: OpenFiles = UNKEPT) -> None:
         self._index = index
         self._open = ExitStack()
         self._file: LocalFile | None = None
         if index.mapped:
             path = index.identity.path
-            self._file = self._open.enter_context(LocalFile(path))
+            self._file = self._open.enter_context(files.lend(index.identity))
             if not self._file.is_still(index.identity):  # packets of another version may decode, to wrong pictures
                 self.close()
                 raise OpenError(f"{path} was replaced or changed after it was indexed", fix="is it being written?", path=path)
