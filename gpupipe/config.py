@@ -232,11 +232,14 @@ class JitterConfig(StageConfig):
 
 
 class CacheConfig(StageConfig):
-    """What is kept for later epochs. All of it is off unless asked for; none changes a pixel."""
+    """What is kept for later epochs and fetched ahead of need. All of it is off unless asked for; none changes a pixel."""
 
     open_files: Annotated[int, Field(ge=0, le=65536)] = 0
     """Video files kept open, the least recently used closed first; at most a quarter of what the process may open. For network
     file systems: on a local disk opening a file costs a few microseconds."""
+    read_ahead: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Visits to videos whose bytes the kernel is asked for before their turn. For disks that are slow to answer and sets larger
+    than the page cache. Works on Linux; where the kernel takes no such hints, visits are only planned ahead."""
 
 
 class LoaderConfig(StageConfig):

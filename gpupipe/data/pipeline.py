@@ -22,11 +22,11 @@ from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
-from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator
-from gpupipe.data.plan import Plan, make_plan
-from gpupipe.data.sample import pick_frames
+from gpupipe.data.order import AUGMENT, Order, clip_generator
+from gpupipe.data.plan import Plan
+from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
-from gpupipe.data.source.columns import Kind, start_frame
+from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipTransform
 from gpupipe.device.stream import hand_over, stage
@@ -143,8 +143,8 @@ class Pipeline:
         self._stopping = False
         self._owner = os.getpid()
         self._streams = _streams(job)
-        paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
-        self._ahead = IndexAhead(paths, job.index_workers)
+        requests = [request for requests in groups[first_batch:] for request in requests]
+        self._ahead = IndexAhead([job.file_of(job.entries[request.entry]) for request in requests], job.index_workers)
         self._schedule: Schedule[_Task, _Visit] = Schedule(
             _tasks(job, groups, epoch, first_batch, self._jitter),
             self._prepare,
@@ -161,8 +161,18 @@ class Pipeline:
             limit_seconds=job.config.decode.limit_seconds + _GRACE_SECONDS,
             name="gpupipe-clips",
         )
+        self._read_ahead = ReadAhead(
+            requests,
+            job.config.clip,
+            lambda request: job.entries[request.entry],
+            job.file_of,
+            job.files,
+            lambda _: True,
+            job.config.cache.read_ahead,
+        )
         _running.add(self)
         try:
+            self._read_ahead.start()
             self._crew.start()
         except BaseException:  # no room for one more, or Ctrl-C: those that run would use the engines beside the next epoch's
             self.stop()
@@ -194,6 +204,7 @@ class Pipeline:
         for thread in self._ahead.threads:
             if thread.ident is not None:  # it was started
                 thread.join()
+        self._read_ahead.join()
         self._settle()
         self._schedule.let_go()  # of the batch under construction
 
@@ -223,6 +234,7 @@ class Pipeline:
         self._stopping = True
         self._crew.end()
         self._ahead.abandon()
+        self._read_ahead.abandon()
         self._schedule.close()
         self._jitter.close()
 
@@ -318,6 +330,7 @@ class Pipeline:
         job, me = self._job, self._crew.me
         while task is not None:
             request, entry = task.request, job.entry_of(task)
+            ahead = self._read_ahead.take(request)
             begun = partial(me.begin, task)
             begun()
             try:
@@ -329,11 +342,10 @@ class Pipeline:
                 if index.info.damage is not None:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
-                draws = [clip_generator(request, FRAMES, clip) for clip in range(len(task.slots))]
-                picks = [pick_frames(job.config.clip, index, draw, start_frame(entry)) for draw in draws]
-                plan = make_plan(index, [frame for pick in picks for frame in pick.indices])
+                if ahead is None or ahead.index is not index:  # or: the file has changed since
+                    ahead = prepare(job.config.clip, request, entry, index)
                 me.claim()
-                return _Visit(task, entry, index, picks, plan, choice)
+                return _Visit(task, entry, index, ahead.picks, ahead.plan, choice)
             except _BAD as error:
                 me.claim()
                 task = self._after_failure(task, error)
