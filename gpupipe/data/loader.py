@@ -13,7 +13,8 @@ from typing import Any, Self
 
 import torch
 
-from gpupipe.config import BatchConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
+from gpupipe.config import BatchConfig, CacheConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
+from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
@@ -106,6 +107,7 @@ class VideoLoader:
             helpers=helpers,
             index_workers=_index_workers(self.device),
             telemetry=self._telemetry,
+            clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
         )
         if stream is not None:
@@ -163,6 +165,7 @@ class VideoLoader:
         """Counts and durations since the loader was made.
 
         Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
+        ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
         """
         iterator = self._iterator() if self._iterator is not None else None
@@ -298,6 +301,12 @@ def _compile(transform: ClipTransform, device: torch.device) -> None:
     """Compiles while the caller goes on and the first clips are decoded; what fails here fails again, and is told, there."""
     with torch.cuda.device(device), suppress(DeviceError):
         transform.compile()
+
+
+def _clip_cache(config: CacheConfig, device: torch.device, telemetry: Telemetry) -> ClipCache | None:
+    if config.clips == "off":
+        return None
+    return ClipCache(device, config.clips, int(config.clips_gib * 2**30), telemetry)
 
 
 def _index_workers(device: torch.device) -> int:

@@ -6,6 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Literal
 
+from gpupipe.data.cache import KeptClip
 from gpupipe.data.decode import cpu
 from gpupipe.data.decode.choice import Choice, choose
 from gpupipe.data.decode.lanes import Lane, free_decoders, give_back, take
@@ -15,7 +16,7 @@ from gpupipe.data.files import UNKEPT
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, never
-from gpupipe.device.stream import stage
+from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, DeviceMemoryError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Planes
@@ -143,6 +144,19 @@ class DecodeEngine:
             with stage("upload", path):
                 planes = self._hardware().store.upload(planes)
         return planes
+
+    def recall(self, clip: KeptClip, path: str) -> Planes:
+        """The planes of a clip that was kept, on this engine's device, valid as those of :meth:`run`.
+
+        Raises:
+            SyncError, DeviceMemoryError: when CUDA fails.
+        """
+        if self.device.type != "cuda":
+            return clip.on_host()
+        with stage("recall", path):
+            lane = self._hardware()
+            hand_over(clip.parts, [clip.ready] if clip.ready is not None else [], lane.stream)
+            return lane.store.put(clip.parts, clip.format, non_blocking=True)
 
     def _hardware(self) -> Lane:
         if self._lane is None and self._process is not None:  # never opens a session: leaves those that are open to others
