@@ -231,6 +231,30 @@ class JitterConfig(StageConfig):
     """Batches in preparation or ready, not yet taken by the consumer."""
 
 
+class CacheConfig(StageConfig):
+    """What is kept for later epochs and fetched ahead of need. All of it is off unless asked for; none changes a pixel."""
+
+    clips: Literal["off", "device", "pinned"] = "off"
+    """Keep decoded clips, as the codec made them: ``device``: in the device's memory; ``pinned``: in page-locked host memory,
+    uploaded when they are used again. On the CPU both mean host memory. It pays where epochs ask for the same frames of a
+    video: ``sampling='uniform'``, rows with a ``start_frame``, the same epoch again and again, as for validation, or
+    ``keyframe`` where videos have few. Random starts seldom meet again."""
+    clips_gib: Annotated[float, Field(gt=0, le=65536)] = 4.0
+    """Bound on the memory for these clips in GiB, taken as they come in pieces of up to 256 MiB. Frames of 8-bit 4:2:0 video
+    take width x height x 1.5 bytes each. What came first stays; once the bound is reached nothing more is kept."""
+    open_files: Annotated[int, Field(ge=0, le=65536)] = 0
+    """Video files kept open, the least recently used closed first; at most a quarter of what the process may open. For network
+    file systems: on a local disk opening a file costs a few microseconds."""
+    read_ahead: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Visits to videos whose bytes the kernel is asked for before their turn. For disks that are slow to answer and sets larger
+    than the page cache. Works on Linux; where the kernel takes no such hints, visits are only planned ahead."""
+
+    @field_validator("clips", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads the bare word as False
+
+
 class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
@@ -241,6 +265,7 @@ class LoaderConfig(StageConfig):
     """One number means batches of that size."""
     decode: DecodeConfig = DecodeConfig()
     jitter: JitterConfig = JitterConfig()
+    cache: CacheConfig = CacheConfig()
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
     seed: Annotated[int, Field(ge=0)] = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,6 +97,19 @@ class PlaneFormat:
         """Samples that the widest row needs; the pitch may be larger."""
         return max(self.width, self.chroma_width * (2 if self.interleaved else 1))
 
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(rows, samples) of the parts of a frame whose rows are equally wide: luma above chroma, or both as one."""
+        chroma_row = self.chroma_width * (2 if self.interleaved else 1)
+        if chroma_row == self.width:
+            return ((self.rows, self.width),)
+        return ((self.height, self.width), (self.rows - self.height, chroma_row))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of one frame's samples, without padding."""
+        return self.sample_bytes * sum(rows * samples for rows, samples in self.parts)
+
 
 @dataclass(frozen=True)
 class Planes:
@@ -133,6 +146,20 @@ class Planes:
         """(N, chroma_height, chroma_width), a view."""
         return self._chroma(1)
 
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """(N, rows, samples) views without padding, as ``format.parts`` cuts each frame."""
+        views, row = [], 0
+        for rows, samples in self.format.parts:
+            views.append(self.data[:, row : row + rows, :samples])
+            row += rows
+        return tuple(views)
+
+    def fill(self, parts: Iterable[torch.Tensor], *, non_blocking: bool = False) -> None:
+        """Copies such parts in."""
+        for ours, theirs in zip(self.parts, parts, strict=True):
+            copy_samples(ours, theirs, non_blocking=non_blocking)
+
     def _chroma(self, which: int) -> torch.Tensor:
         f = self.format
         if f.interleaved:
@@ -142,6 +169,17 @@ class Planes:
 
     def __repr__(self) -> str:
         return f"Planes({tuple(self.data.shape)} {self.data.dtype} on {self.data.device}, {self.format})"
+
+
+def copy_samples(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool = False) -> None:
+    """Copies samples between any two places.
+
+    On the CPU by this thread alone: torch would share the work with threads that wait for cores on which others decode.
+    """
+    if target.device.type == source.device.type == "cpu":
+        target.numpy()[...] = source.numpy()
+    else:
+        target.copy_(source, non_blocking=non_blocking)
 
 
 @dataclass(frozen=True, slots=True)

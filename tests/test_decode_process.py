@@ -231,6 +231,19 @@ def test_a_clip_that_comes_back_late_does_not_hang_a_full_pipeline(
         assert sum(len(batch.clips) for batch in loader) == 54
 
 
+def test_kept_clips_go_to_whoever_comes(paths: list[Path], expected: list[torch.Tensor], two_kinds: None) -> None:
+    """What only software decodes needs no helper any more once it is kept: the hardware threads take it, and decode nothing."""
+    cache = {"clips": "device", "clips_gib": 0.2}
+    with VideoLoader(paths, **OPTIONS, device="cpu", cache=cache) as loader:
+        for epoch in range(2):
+            loader.set_epoch(0)
+            before = loader.stats().get("packets_decoded", 0)
+            assert all(torch.equal(a, b) for a, b in zip([batch.video for batch in loader], expected, strict=True)), epoch
+        stats = loader.stats()
+        assert stats["packets_decoded"] == before
+        assert stats["cache_hits"] >= 16
+
+
 def test_too_many_open_files_are_no_fault_of_the_videos(paths: list[Path], expected: list[torch.Tensor]) -> None:
     """Descriptors beyond 1023, of which select() knows nothing."""
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1050)]

@@ -25,7 +25,7 @@ from gpupipe import Batch, VideoLoader, VideoReader
 from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.data import index as indices
 from gpupipe.data import loader as loader_room
-from gpupipe.data import pipeline
+from gpupipe.data import pipeline, prepare
 from gpupipe.data.decode import cpu
 from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipTransform
@@ -380,13 +380,13 @@ def test_closing_an_iterator_is_enough(folder: Path) -> None:
 
 def test_close_from_another_thread_wakes_a_waiting_consumer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    original = pipeline.pick_frames
+    original = prepare.pick_frames
 
     def slow(*args: Any) -> Any:
         released.wait(10)
         return original(*args)
 
-    monkeypatch.setattr(pipeline, "pick_frames", slow)
+    monkeypatch.setattr(prepare, "pick_frames", slow)
     loader = VideoLoader(folder, **SMALL, decode={"threads": 1})
     iterator = iter(loader)
     caught: list[BaseException] = []
@@ -409,10 +409,12 @@ def test_close_from_another_thread_wakes_a_waiting_consumer(folder: Path, monkey
     assert not threads()
 
 
-@pytest.mark.parametrize("where", ["Assembly", "make_plan"])
+@pytest.mark.parametrize("where", ["pipeline.Assembly", "prepare.make_plan"])
 def test_collection_inside_a_worker_does_not_lock_up(folder: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iterator in a cycle is collected wherever the collector happens to run, be it in a worker that holds a lock."""
-    original = getattr(pipeline, where)
+    room, name = where.split(".")
+    patched = {"pipeline": pipeline, "prepare": prepare}[room]
+    original = getattr(patched, name)
     dropped = threading.Event()
 
     def collecting(*args: Any, **kwargs: Any) -> Any:
@@ -420,7 +422,7 @@ def test_collection_inside_a_worker_does_not_lock_up(folder: Path, where: str, m
         gc.collect()
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(pipeline, where, collecting)
+    monkeypatch.setattr(patched, name, collecting)
     loader = VideoLoader(folder, **SMALL, decode={"threads": 3})
     gc.disable()
     try:
@@ -656,7 +658,7 @@ def test_an_unforeseen_error_in_a_worker_reaches_the_loop(folder: Path, monkeypa
     def broken(*_: Any) -> None:
         raise ArithmeticError("unforeseen")
 
-    monkeypatch.setattr(pipeline, "make_plan", broken)
+    monkeypatch.setattr(prepare, "make_plan", broken)
     with VideoLoader(folder, **SMALL, decode={"threads": 3}) as loader, pytest.raises(ArithmeticError, match="unforeseen"):
         next(iter(loader))
     assert not threads()

@@ -20,6 +20,7 @@ class Clip:
     decoder: Decoder = "nvdec"
     kind: str = "h264"
     cost: float = 1.0
+    decoded: bool = False
 
 
 def tasks(clips: list[Clip]) -> Generator[Clip | None]:
@@ -96,6 +97,29 @@ def test_helpers_wait_until_the_hardwares_pace_is_known_and_try_a_kind_once() ->
     assert drain(one, "nvdec") == list(range(4, 40)), "what the helper looked at is not lost"
     thread.join(5)
     assert got == [None]
+
+
+def test_clips_that_need_no_decoding_are_for_all_and_teach_nothing() -> None:
+    clips = [Clip(0, "cpu", decoded=True), Clip(1, "cpu"), Clip(2, decoded=True)]
+    one = schedule(clips)
+    kept = one.take("nvdec")
+    assert kept is not None
+    assert kept.number == 0, "whatever its decoder"
+    one.done(kept, "nvdec", 0.001)
+    software = [one.take("nvdec"), one.take("cpu")]
+    assert [clip.number for clip in software if clip is not None] == [2, 1]
+    for clip, decoder in zip(software, ("nvdec", "cpu"), strict=True):
+        assert clip is not None
+        one.done(clip, decoder, 1.0)  # type: ignore[arg-type]
+    assert one._seconds_a_unit == {"h264": 1.0}, "of the one that was decoded"
+    assert one._pace is None
+
+
+def test_the_pace_is_measured_between_decodes_alone() -> None:
+    numbers = iter(range(100))
+    one = schedule([Clip(next(numbers), decoded=k % 2 == 1) for k in range(20)])
+    assert len(drain(one, "nvdec", 0.001)) == 20
+    assert one._pace is None, "no two decodes followed each other"
 
 
 def test_fast_helpers_go_on_helping() -> None:

@@ -31,6 +31,10 @@ class BenchConfig(StageConfig):
     device: str = "auto"
     decoder: Literal["auto", "nvdec", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
+    sampling: Literal["random", "uniform", "stratified", "keyframe"] = "random"
+    cache: Literal["off", "device", "pinned"] = "off"
+    """Where decoded clips are kept; it pays where frames are asked for again, as with ``sampling="uniform"``."""
+    cache_gib: Annotated[float, Field(gt=0)] = 4.0
     seed: Annotated[int, Field(ge=0)] = 0
     plot: Path | None = None
     """A PNG to draw the run's timeline in."""
@@ -64,12 +68,13 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
     with VideoLoader(
         _long_enough(config),
-        clip={"frames": config.frames, "stride": config.stride},
+        clip={"frames": config.frames, "stride": config.stride, "sampling": config.sampling},
         transform={"size": config.size},
         batch={"size": config.batch, "drop_last": False},
         device=config.device,
         seed=config.seed,
         decode={"decoder": config.decoder, "threads": config.threads},
+        cache={"clips": config.cache, "clips_gib": config.cache_gib},
     ) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
         videos = len(set(loader.dataset))
@@ -107,6 +112,11 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     decoder: Annotated[Literal["auto", "nvdec", "cpu"], typer.Option(help="auto, nvdec or cpu.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Decode threads.")] = None,
+    sampling: Annotated[
+        Literal["random", "uniform", "stratified", "keyframe"], typer.Option(help="Which frames make a clip.")
+    ] = "random",
+    cache: Annotated[Literal["off", "device", "pinned"], typer.Option(help="Where decoded clips are kept.")] = "off",
+    cache_gib: Annotated[float, typer.Option(help="Bound on the kept clips' memory in GiB.")] = 4.0,
     seed: Annotated[int, typer.Option(help="Fixes order, frames and augmentations.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
@@ -118,7 +128,8 @@ def command(
     """
     config = BenchConfig(
         videos=tuple(paths), clips=clips, seconds=seconds, warmup_batches=warmup_batches, frames=frames, stride=stride,
-        size=size, batch=batch, device=device, decoder=decoder, threads=threads, seed=seed, plot=plot, report=report,
+        size=size, batch=batch, device=device, decoder=decoder, threads=threads, sampling=sampling, cache=cache,
+        cache_gib=cache_gib, seed=seed, plot=plot, report=report,
     )  # fmt: skip
     result = bench(config)
     if as_json:
@@ -145,6 +156,8 @@ def _say_report(report: dict[str, Any]) -> None:
         ("first batch", f"{m['first_batch_seconds']:.2f} s"),
         ("wait per batch", waits),
         ("packets decoded per frame used", None if packets is None else f"{packets:.2f}"),
+        ("clips from the cache", None if report["cache"] == "off"
+         else f"{m['cache_hits']} of {m['cache_hits'] + m['cache_misses']}, {size_text(m['cache_bytes'])} held"),
         ("NVDEC use, mean and peak", None if use["nvdec_percent_mean"] is None
          else f"{percent(use['nvdec_percent_mean'])}, {percent(use['nvdec_percent_max'])}"),
         ("GPU use, mean", percent(use["gpu_percent_mean"])),

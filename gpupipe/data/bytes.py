@@ -9,11 +9,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from gpupipe.errors import DeviceError, GpupipeError, OpenError
+
+_ADVICE_BYTES = 128 << 10
+"""Bytes of one piece of advice. Linux reads no more for it than the device's read-ahead window, which is seldom smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,16 @@ class LocalFile:
         """True when the file that was opened is the version that ``identity`` tells of."""
         facts = os.fstat(self._fd)
         return (facts.st_size, facts.st_mtime_ns) == (identity.size_bytes, identity.mtime_ns)
+
+    def will_need(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Asks the kernel to read (position, bytes) in the background, where it can be asked. Does not wait for the reads."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(OSError):  # it is no more than a hint
+            for position, size_bytes in ranges:
+                for begin in range(position, position + size_bytes, _ADVICE_BYTES):
+                    part = min(_ADVICE_BYTES, position + size_bytes - begin)
+                    os.posix_fadvise(self._fd, begin, part, os.POSIX_FADV_WILLNEED)
 
     def read(self, position: int, size_bytes: int) -> bytes:
         """``size_bytes`` bytes from ``position``, fewer where the file ends."""

@@ -13,8 +13,10 @@ from typing import Any, Self
 
 import torch
 
-from gpupipe.config import BatchConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
+from gpupipe.config import BatchConfig, CacheConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
+from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
+from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
@@ -46,8 +48,9 @@ class VideoLoader:
         seed: fixes the order and every random choice.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a model takes the whole stage's place.
-        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``source``, ``shuffle``, ``columns``,
-            ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the environment).
+        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
+            ``columns``, ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the
+            environment).
 
     Raises:
         ConfigError: for an unknown or bad setting, or when the videos make not one batch.
@@ -88,6 +91,9 @@ class VideoLoader:
             )
         self._telemetry = Telemetry()
         engines, helpers = _engines(self.config, self.device, self._telemetry)
+        files = OpenFiles(self.config.cache.open_files)
+        for engine in [*engines, *helpers]:
+            engine.files = files
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
         self._job = Job(
             entries=entries,
@@ -101,6 +107,8 @@ class VideoLoader:
             helpers=helpers,
             index_workers=_index_workers(self.device),
             telemetry=self._telemetry,
+            clips=_clip_cache(self.config.cache, self.device, self._telemetry),
+            files=files,
         )
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
@@ -157,6 +165,7 @@ class VideoLoader:
         """Counts and durations since the loader was made.
 
         Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
+        ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
         """
         iterator = self._iterator() if self._iterator is not None else None
@@ -173,8 +182,7 @@ class VideoLoader:
         self._end_iterator("its VideoLoader was closed")
         if not self._closed:
             self._closed = True
-            for engine in [*self._job.engines, *self._job.helpers]:
-                engine.close()
+            self._job.close()
 
     def _end_iterator(self, why: str) -> None:
         iterator = self._iterator() if self._iterator is not None else None
@@ -293,6 +301,12 @@ def _compile(transform: ClipTransform, device: torch.device) -> None:
     """Compiles while the caller goes on and the first clips are decoded; what fails here fails again, and is told, there."""
     with torch.cuda.device(device), suppress(DeviceError):
         transform.compile()
+
+
+def _clip_cache(config: CacheConfig, device: torch.device, telemetry: Telemetry) -> ClipCache | None:
+    if config.clips == "off":
+        return None
+    return ClipCache(device, config.clips, int(config.clips_gib * 2**30), telemetry)
 
 
 def _index_workers(device: torch.device) -> int:

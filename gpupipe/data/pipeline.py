@@ -16,22 +16,24 @@ import torch
 from gpupipe.config import LoaderConfig
 from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
+from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.crew import Crew, TakenAway, Worker
 from gpupipe.data.decode import Choice, DecodeEngine, Decoder, Schedule, Unsupported
+from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
-from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator
-from gpupipe.data.plan import Plan, make_plan
-from gpupipe.data.sample import pick_frames
+from gpupipe.data.order import AUGMENT, Order, clip_generator
+from gpupipe.data.plan import Plan
+from gpupipe.data.prepare import Prepared, ReadAhead, prepare
 from gpupipe.data.scan.store import make
-from gpupipe.data.source.columns import Kind, start_frame
+from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipTransform
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry, FramePick
+from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry, FramePick, Planes
 
 _BAD = (OpenError, DecodeError, SampleError)
 """Errors that are a sample's own."""
@@ -66,6 +68,9 @@ class Job:
     """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
     index_workers: int
     telemetry: Telemetry
+    clips: ClipCache | None = None
+    """Decoded clips of this epoch and of those before."""
+    files: OpenFiles = UNKEPT
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck: not tried again."""
@@ -79,6 +84,21 @@ class Job:
     def file_of(self, entry: Entry) -> str:
         """The path by which a video is opened."""
         return os.path.join(self.folder, entry.path)
+
+    def kept(self, prepared: Prepared) -> KeptClip | None:
+        """The planes of a visit, where they were kept and are as good as those that its decoder would make."""
+        if self.clips is None:
+            return None
+        decoder = self.engines[0].choose(prepared.index).decoder
+        return self.clips.find(prepared.index, prepared.plan, decoder)
+
+    def close(self) -> None:
+        """Leaves the decoders to the next loader, and lets go of what is kept."""
+        for engine in [*self.engines, *self.helpers]:
+            engine.close()
+        if self.clips is not None:
+            self.clips.close()
+        self.files.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +119,12 @@ class _Visit:
     picks: list[FramePick]
     plan: Plan
     choice: Choice
+    kept: KeptClip | None = None
+    """Its planes, when they need not be decoded."""
+
+    @property
+    def decoded(self) -> bool:
+        return self.kept is not None
 
     @property
     def decoder(self) -> Decoder:
@@ -135,8 +161,8 @@ class Pipeline:
         self._stopping = False
         self._owner = os.getpid()
         self._streams = _streams(job)
-        paths = [job.file_of(job.entries[request.entry]) for requests in groups[first_batch:] for request in requests]
-        self._ahead = IndexAhead(paths, job.index_workers)
+        requests = [request for requests in groups[first_batch:] for request in requests]
+        self._ahead = IndexAhead([job.file_of(job.entries[request.entry]) for request in requests], job.index_workers)
         self._schedule: Schedule[_Task, _Visit] = Schedule(
             _tasks(job, groups, epoch, first_batch, self._jitter),
             self._prepare,
@@ -153,8 +179,18 @@ class Pipeline:
             limit_seconds=job.config.decode.limit_seconds + _GRACE_SECONDS,
             name="gpupipe-clips",
         )
+        self._read_ahead = ReadAhead(
+            requests,
+            job.config.clip,
+            lambda request: job.entries[request.entry],
+            job.file_of,
+            job.files,
+            lambda prepared: job.kept(prepared) is None,
+            job.config.cache.read_ahead,
+        )
         _running.add(self)
         try:
+            self._read_ahead.start()
             self._crew.start()
         except BaseException:  # no room for one more, or Ctrl-C: those that run would use the engines beside the next epoch's
             self.stop()
@@ -186,6 +222,7 @@ class Pipeline:
         for thread in self._ahead.threads:
             if thread.ident is not None:  # it was started
                 thread.join()
+        self._read_ahead.join()
         self._settle()
         self._schedule.let_go()  # of the batch under construction
 
@@ -215,6 +252,7 @@ class Pipeline:
         self._stopping = True
         self._crew.end()
         self._ahead.abandon()
+        self._read_ahead.abandon()
         self._schedule.close()
         self._jitter.close()
 
@@ -279,7 +317,8 @@ class Pipeline:
         begin = time.perf_counter()
         try:
             try:
-                arrivals = self._make(engine, "cpu" if kind == "cpu" else visit.decoder, visit)
+                decoder = "cpu" if kind == "cpu" else visit.decoder
+                planes, arrivals = self._make(engine, decoder, visit)
             except Unsupported:  # NVDEC gave up on it
                 self._crew.me.claim()
                 self._schedule.pass_on(replace(visit, choice=engine.choose(visit.index)))
@@ -295,6 +334,8 @@ class Pipeline:
             return
         self._schedule.done(visit, kind, time.perf_counter() - begin)
         self._arrived(visit.task, arrivals)
+        if self._job.clips is not None and not visit.decoded:
+            self._job.clips.keep(visit.index, visit.plan, decoder, planes, engine.stream)
 
     def _prepare(self, task: _Task) -> _Visit | None:
         """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
@@ -310,6 +351,7 @@ class Pipeline:
         job, me = self._job, self._crew.me
         while task is not None:
             request, entry = task.request, job.entry_of(task)
+            ahead = self._read_ahead.take(request)
             begun = partial(me.begin, task)
             begun()
             try:
@@ -321,11 +363,11 @@ class Pipeline:
                 if index.info.damage is not None:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
-                draws = [clip_generator(request, FRAMES, clip) for clip in range(len(task.slots))]
-                picks = [pick_frames(job.config.clip, index, draw, start_frame(entry)) for draw in draws]
-                plan = make_plan(index, [frame for pick in picks for frame in pick.indices])
+                if ahead is None or ahead.index is not index:  # or: the file has changed since
+                    ahead = prepare(job.config.clip, request, entry, index)
+                kept = job.clips.find(index, ahead.plan, choice.decoder) if job.clips is not None else None
                 me.claim()
-                return _Visit(task, entry, index, picks, plan, choice)
+                return _Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
             except _BAD as error:
                 me.claim()
                 task = self._after_failure(task, error)
@@ -352,9 +394,12 @@ class Pipeline:
         job.telemetry.count("substituted")
         return replace(task, request=job.order.substitute(task.request))
 
-    def _make(self, engine: DecodeEngine, decoder: Decoder, visit: _Visit) -> list[Arrival]:
+    def _make(self, engine: DecodeEngine, decoder: Decoder, visit: _Visit) -> tuple[Planes, list[Arrival]]:
         job, info, task = self._job, visit.index.info, visit.task
-        planes = engine.run(decoder, visit.index, visit.plan, self._give_up)
+        if visit.kept is not None:
+            planes, maker = engine.recall(visit.kept, visit.entry.path), visit.kept.decoder
+        else:
+            planes, maker = engine.run(decoder, visit.index, visit.plan, self._give_up), decoder
         self._crew.me.claim()
         arrivals = []
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
@@ -364,12 +409,14 @@ class Pipeline:
             with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
                 job.transform.apply(planes, info, params, frames, task.assembly.slot(slot, engine.stream))
                 done = engine.stream.record_event() if engine.stream is not None else None
-            record = ClipRecord(visit.entry.path, task.request, pick, params, decoder, clip)
+            record = ClipRecord(visit.entry.path, task.request, pick, params, maker, clip)
             arrivals.append(Arrival(record, visit.index.seconds_of(pick.indices), visit.entry.columns, done))
         job.telemetry.count("clips", len(arrivals))
-        job.telemetry.count(f"{decoder}_clips", len(arrivals))
+        job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))
+        if job.clips is not None and not visit.decoded:
+            job.telemetry.count("cache_misses", len(arrivals))
         job.telemetry.count("frames_used", sum(len(set(pick.indices)) for pick in visit.picks))
-        return arrivals
+        return planes, arrivals
 
     def _arrived(self, task: _Task, arrivals: list[Arrival] | None) -> None:
         for clip, slot in enumerate(task.slots):

@@ -16,6 +16,9 @@ from gpupipe.errors import DeviceMemoryError, GpupipeError, SyncError
 if TYPE_CHECKING:
     import torch
 
+_NOT_PINNED = "CUDA error: out of memory"
+"""What torch says when the host has no more memory to pin; of the GPU's own memory it has an error of its own."""
+
 
 def hand_over(tensors: Iterable[torch.Tensor], events: Iterable[torch.cuda.Event], consumer: torch.cuda.Stream) -> None:
     """Makes ``tensors``, complete once ``events`` have passed, usable on ``consumer`` and safe to drop at any time.
@@ -50,9 +53,10 @@ def stage(name: str, path: str | None = None) -> Iterator[None]:
                 fix="use a smaller batch or jitter depth, or free memory on this GPU",
                 path=path,
             ) from error
-        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in str(error):
+        text = str(error)
+        if isinstance(error, MemoryError) or "DefaultCPUAllocator" in text or _NOT_PINNED in text:
             raise DeviceMemoryError(
-                f"stage {name!r}: this machine is out of memory: {str(error).strip() or 'no message'}",
+                f"stage {name!r}: this machine is out of memory: {text.strip() or 'no message'}",
                 fix="use smaller batches, clips or sizes, a smaller jitter depth or fewer decode threads",
                 path=path,
             ) from error

@@ -64,6 +64,12 @@ class Measurement:
     """When each batch arrived, in seconds since the clock started."""
     batch_clips: tuple[int, ...] = field(default=(), repr=False)
     """Clips of each batch."""
+    cache_hits: int = 0
+    """Clips that the loader's cache of decoded clips spared a decode."""
+    cache_misses: int = 0
+    """Clips that were decoded although there is such a cache."""
+    cache_bytes: int = 0
+    """Bytes of decoded planes in it at the end."""
     waits: tuple[float, ...] = field(default=(), repr=False)
     """How long the loop waited for each batch, in seconds."""
 
@@ -199,13 +205,18 @@ class _Run:
         resources: ResourceUse,
     ) -> Measurement:  # fmt: skip
         seconds = self.end - self.start
-        packets = after.get("packets_decoded", 0) - before.get("packets_decoded", 0)
-        used = after.get("frames_used", 0) - before.get("frames_used", 0)
+
+        def counted(name: str) -> int:
+            return int(after.get(name, 0) - before.get(name, 0))
+
+        packets, used = counted("packets_decoded"), counted("frames_used")
         return Measurement(
             seconds=seconds, batches=len(self.ends), clips=self.clips, frames=self.frames, first_batch_seconds=first,
             clips_per_s=self.clips / seconds, frames_per_s=self.frames / seconds, wait_seconds=sum(self.waits),
             wait_p50_seconds=quantile(self.waits, 0.5), wait_p99_seconds=quantile(self.waits, 0.99),
             packets_per_frame=packets / used if used else None, decoders=self.decoders, substituted=self.substituted,
             bad_files=dict(loader.bad_files), warmup_batches=warmup, epochs=epochs, resources=resources,
+            cache_hits=counted("cache_hits"), cache_misses=counted("cache_misses"),
+            cache_bytes=int(after.get("cache_bytes", 0)),
             batch_ends=tuple(self.ends), batch_clips=tuple(self.sizes), waits=tuple(self.waits),
         )  # fmt: skip

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpupipe.data.decode.feed import PacketFeed
+from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.scan.bitstream.nal import from_annexb
@@ -25,7 +26,7 @@ Allocate = Callable[[tuple[int, ...], Any], np.ndarray]
 _SUBSAMPLING = {"420": (2, 2), "422": (2, 1), "444": (1, 1)}
 
 
-def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+def decode(index: VideoIndex, plan: Plan, stop: Stop = never, files: OpenFiles = UNKEPT) -> Planes:
     """Decodes a plan's frames with one thread, as :func:`decode_arrays` does.
 
     Returns:
@@ -33,17 +34,18 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
     """
     import torch
 
-    data, layout = decode_arrays(index, plan, stop)
+    data, layout = decode_arrays(index, plan, stop, files=files)
     return Planes(torch.from_numpy(data), layout)
 
 
 def decode_arrays(
-    index: VideoIndex, plan: Plan, stop: Stop = never, allocate: Allocate = np.empty
+    index: VideoIndex, plan: Plan, stop: Stop = never, allocate: Allocate = np.empty, files: OpenFiles = UNKEPT
 ) -> tuple[np.ndarray, PlaneFormat]:
     """Decodes a plan's frames with one thread, and without torch.
 
     Args:
         allocate: makes the memory of a shape and dtype that the frames are written to.
+        files: lends the file.
 
     Returns:
         (N, rows, row samples), one frame for each of ``plan.frames``, samples right-aligned, chroma in planes of its own; and
@@ -57,7 +59,7 @@ def decode_arrays(
     import av
 
     collected = _Collected(index, plan, allocate)
-    with PacketFeed(index) as feed:
+    with PacketFeed(index, files) as feed:
         for run in plan.passes:
             context = _context(index)
             sets, are_others = index.sets_at(run.first)

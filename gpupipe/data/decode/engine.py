@@ -6,15 +6,17 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Literal
 
+from gpupipe.data.cache import KeptClip
 from gpupipe.data.decode import cpu
 from gpupipe.data.decode.choice import Choice, choose
 from gpupipe.data.decode.lanes import Lane, free_decoders, give_back, take
 from gpupipe.data.decode.nvdec import Unsupported
 from gpupipe.data.decode.process import DecodeProcess
+from gpupipe.data.files import UNKEPT
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, never
-from gpupipe.device.stream import stage
+from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, DeviceMemoryError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Planes
@@ -68,6 +70,8 @@ class DecodeEngine:
         self._fallbacks = fallbacks
         self._telemetry = telemetry
         self._process = process
+        self.files = UNKEPT
+        """Lends the files that this process reads; the loader's, where it keeps files open."""
         self._lane: Lane | None = None
         self._leaving: weakref.finalize[..., DecodeEngine] | None = None
 
@@ -133,13 +137,26 @@ class DecodeEngine:
             elif self._process is not None:
                 planes = self._process.decode(index, plan, stop)
             else:
-                planes = cpu.decode(index, plan, stop)
+                planes = cpu.decode(index, plan, stop, self.files)
         self._telemetry.count("packets_decoded", plan.packets)
         self._telemetry.count("frames_decoded", len(plan.frames))
         if decoder == "cpu" and self.device.type == "cuda":
             with stage("upload", path):
                 planes = self._hardware().store.upload(planes)
         return planes
+
+    def recall(self, clip: KeptClip, path: str) -> Planes:
+        """The planes of a clip that was kept, on this engine's device, valid as those of :meth:`run`.
+
+        Raises:
+            SyncError, DeviceMemoryError: when CUDA fails.
+        """
+        if self.device.type != "cuda":
+            return clip.on_host()
+        with stage("recall", path):
+            lane = self._hardware()
+            hand_over(clip.parts, [clip.ready] if clip.ready is not None else [], lane.stream)
+            return lane.store.put(clip.parts, clip.format, non_blocking=True)
 
     def _hardware(self) -> Lane:
         if self._lane is None and self._process is not None:  # never opens a session: leaves those that are open to others
@@ -153,15 +170,15 @@ class DecodeEngine:
     def _decode_in_hardware(self, index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
         decoder = self._hardware().nvdec(self._keep)
         try:
-            return decoder.decode(index, plan, stop)
+            return decoder.decode(index, plan, stop, self.files)
         except DeviceMemoryError:
             if not free_decoders():
                 raise
-        return decoder.decode(index, plan, stop)
+        return decoder.decode(index, plan, stop, self.files)
 
     def twin(self) -> DecodeEngine:
         """An engine like this one, with a lane and a process of its own."""
-        return type(self)(
+        other = type(self)(
             self.device,
             mode=self._mode,
             keep=self._keep,
@@ -169,6 +186,8 @@ class DecodeEngine:
             telemetry=self._telemetry,
             process=DecodeProcess() if self._process is not None else None,
         )
+        other.files = self.files
+        return other
 
     def give_up(self) -> None:
         """For an engine whose thread is stuck: ends its process, which may set the thread free."""

@@ -8,25 +8,60 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpupipe.data.bytes import LocalFile
+from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.plan import Pass
+from gpupipe.data.plan import Pass, Plan
 from gpupipe.data.scan.demux import open_video, whole_packets
 from gpupipe.errors import DecodeError, OpenError
 
 _SPAN = 4
 """One read for a whole run of packets when the span in the file is at most this many times the packets' own bytes."""
+_GAP_BYTES = 64 << 10
+"""Packets that lie no further apart are read ahead as one piece: a disk takes no longer for it."""
+
+
+def ranges(index: VideoIndex, plan: Plan) -> list[tuple[int, int]]:
+    """(position, bytes) of what a feed will read for a plan, ascending and apart; empty where it must demux."""
+    if not index.mapped:
+        return []
+    pieces: list[tuple[int, int]] = []
+    for run in plan.passes:
+        position, size = _places(index, list(run.packets))
+        low, high, at_once = _span(position, size)
+        pieces += [(low, high)] if at_once else [(at, at + length) for at, length in zip(position, size, strict=True)]
+    merged: list[tuple[int, int]] = []
+    for low, high in sorted(pieces):
+        if merged and low <= merged[-1][1] + _GAP_BYTES:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
+        else:
+            merged.append((low, high))
+    return [(low, high - low) for low, high in merged]
+
+
+def _places(index: VideoIndex, numbers: list[int]) -> tuple[list[int], list[int]]:
+    """(positions, sizes) of packets, ascending by number."""
+    first, end = numbers[0], numbers[-1] + 1
+    position, size = index.position[first:end].tolist(), index.size[first:end].tolist()
+    return [position[n - first] for n in numbers], [size[n - first] for n in numbers]
+
+
+def _span(position: list[int], size: list[int]) -> tuple[int, int, bool]:
+    """(first byte, end, whether one read is to take it all) of packets."""
+    low = min(position)
+    high = max(at + length for at, length in zip(position, size, strict=True))
+    return low, high, high - low <= _SPAN * sum(size)
 
 
 class PacketFeed:
-    """Reads the packets of one video, run by run."""
+    """Reads the packets of one video, run by run, from a file that ``files`` lends."""
 
-    def __init__(self, index: VideoIndex) -> None:
+    def __init__(self, index: VideoIndex, files: OpenFiles = UNKEPT) -> None:
         self._index = index
         self._open = ExitStack()
         self._file: LocalFile | None = None
         if index.mapped:
             path = index.identity.path
-            self._file = self._open.enter_context(LocalFile(path))
+            self._file = self._open.enter_context(files.lend(index.identity))
             if not self._file.is_still(index.identity):  # packets of another version may decode, to wrong pictures
                 self.close()
                 raise OpenError(f"{path} was replaced or changed after it was indexed", fix="is it being written?", path=path)
@@ -42,22 +77,15 @@ class PacketFeed:
 
     def _from_file(self, file: LocalFile, run: Pass) -> Iterator[tuple[int, bytes]]:
         numbers = list(run.packets)
-        position, size = self._places(numbers)
-        low = min(position)
-        high = max(at + length for at, length in zip(position, size, strict=True))
-        whole = file.read(low, high - low) if high - low <= _SPAN * sum(size) else None
+        position, size = _places(self._index, numbers)
+        low, high, at_once = _span(position, size)
+        whole = file.read(low, high - low) if at_once else None
         for number, at, length in zip(numbers, position, size, strict=True):
             data = whole[at - low : at - low + length] if whole is not None else file.read(at, length)
             if len(data) != length:
                 path = self._index.identity.path
                 raise OpenError(f"{path} ends inside packet {number}", fix="the file changed since it was indexed", path=path)
             yield number, data
-
-    def _places(self, numbers: list[int]) -> tuple[list[int], list[int]]:
-        """(positions, sizes) of packets, ascending by number."""
-        first, end = numbers[0], numbers[-1] + 1
-        position, size = self._index.position[first:end].tolist(), self._index.size[first:end].tolist()
-        return [position[n - first] for n in numbers], [size[n - first] for n in numbers]
 
     def _demuxed(self, run: Pass) -> Iterator[tuple[int, bytes]]:
         """Demuxes from a seek a little before the run, or from the start where a seek fails or lands behind it."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.decode.surface import FrameStore
+from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Pass, Plan
 from gpupipe.data.scan.bitstream.dpb import pictures_held
@@ -78,8 +79,8 @@ class NvdecDecoder:
         self.keep = keep
         self._sessions: OrderedDict[tuple[Any, ...], _Session] = OrderedDict()
 
-    def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
-        """Decodes a plan's frames.
+    def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never, files: OpenFiles = UNKEPT) -> Planes:
+        """Decodes a plan's frames, out of a file that ``files`` lends.
 
         Returns:
             Planes in the frame store, valid until its next use, complete once the stream has passed.
@@ -92,17 +93,17 @@ class NvdecDecoder:
         """
         if index.info.codec in _BYTE_STREAMS:
             try:
-                return self._decode(index, plan, stop, by_count=True)
+                return self._decode(index, plan, stop, files, by_count=True)
             except _Miscounted:  # damaged: ask the parser's times, packet by packet
                 pass
-        return self._decode(index, plan, stop, by_count=False)
+        return self._decode(index, plan, stop, files, by_count=False)
 
-    def _decode(self, index: VideoIndex, plan: Plan, stop: Stop, *, by_count: bool) -> Planes:
+    def _decode(self, index: VideoIndex, plan: Plan, stop: Stop, files: OpenFiles, *, by_count: bool) -> Planes:
         key = self._key(index)
         try:
             session = self._session(key, index)
             target = _Target(index, plan, self._store)
-            with PacketFeed(index) as feed:
+            with PacketFeed(index, files) as feed:
                 for run in plan.passes:
                     data, shown = self._byte_stream(index, feed, run), index.in_show_order(run.packets)
                     if by_count and shown[0] == run.first:

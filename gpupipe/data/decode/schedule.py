@@ -43,6 +43,11 @@ class Clip(Protocol):
         """Work to decode it, in any unit."""
         ...
 
+    @property
+    def decoded(self) -> bool:
+        """It needs no decoding: any engine may have it, and how long it takes says nothing of others."""
+        ...
+
 
 Task = TypeVar("Task")
 Work = TypeVar("Work", bound=Clip)
@@ -133,7 +138,9 @@ class Schedule(Generic[Task, Work]):
     def done(self, clip: Work, decoder: Decoder, seconds: float | None = None) -> None:
         """Says that a clip is decoded by such an engine, and how long that took; None for one that was given up."""
         with self._lock:
-            if seconds is None:
+            if clip.decoded:
+                self._last_done = None  # the time to the next one would be no measure of the hardware
+            elif seconds is None:
                 pass
             elif decoder == "cpu":
                 now = seconds / max(clip.cost, 1e-9)
@@ -222,7 +229,7 @@ class Schedule(Generic[Task, Work]):
         return task
 
     def _suits(self, clip: Work, decoder: Decoder) -> bool:
-        if not self._hardware or clip.decoder == decoder:
+        if not self._hardware or clip.decoded or clip.decoder == decoder:
             return True
         return decoder == "cpu" and self._in_time(clip)
 

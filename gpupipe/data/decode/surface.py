@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpupipe.device.driver import context_of, copy_rows
@@ -68,6 +69,21 @@ class FrameStore:
         here = self.planes(len(planes), planes.format)
         with torch.cuda.stream(self._stream):
             here.data[:, :, : planes.data.shape[2]].copy_(planes.data)
+        return here
+
+    def put(self, parts: Sequence[torch.Tensor], layout: PlaneFormat, *, non_blocking: bool = False) -> Planes:
+        """Copies frames to here.
+
+        Args:
+            parts: (N, rows, samples) each, on this device or on the CPU, as :attr:`gpupipe.types.Planes.parts` gives them.
+            non_blocking: the host does not wait for copies out of pinned memory.
+        """
+        import torch
+
+        self.reserve(len(parts[0]), layout)
+        here = self.planes(len(parts[0]), layout)
+        with torch.cuda.stream(self._stream):
+            here.fill(parts, non_blocking=non_blocking)
         return here
 
     def planes(self, frames: int, layout: PlaneFormat) -> Planes:

@@ -13,7 +13,7 @@ from gpupipe.data.scan import store
 from gpupipe.errors import OpenError
 from gpupipe.telemetry import log
 
-__all__ = ["VideoIndex", "cached", "in_memory", "known", "load"]
+__all__ = ["VideoIndex", "at_hand", "cached", "in_memory", "known", "load"]
 
 Maker = Callable[[Identity], tuple[bytes, str]]
 """Scans a file and stores its record: returns the record, and why it could not be stored."""
@@ -77,13 +77,22 @@ def known(path: str) -> bool:
     Raises:
         OpenError: when the file is not there.
     """
+    return at_hand(path) is not None
+
+
+def at_hand(path: str) -> VideoIndex | None:
+    """The index of a video from memory or from the cache folder; None when it would have to be made.
+
+    Raises:
+        OpenError: when the file is not there.
+    """
     identity = Identity.of(path)
-    if _remembered(identity) is None:
+    index = _remembered(identity)
+    if index is None:
         index = cached(identity)
-        if index is None:
-            return False
-        _remember(index)
-    return True
+        if index is not None:
+            _remember(index)
+    return index
 
 
 def cached(identity: Identity) -> VideoIndex | None:
