@@ -76,13 +76,13 @@ def test_ranges_cover_what_a_feed_reads(name: str, clips: dict[str, Path], monke
     index = indices.load(str(clips[name]))
     plan = make_plan(index, [2, 3, 40, 58])
     reads: list[tuple[int, int]] = []
-    original = LocalFile.read
+    original = LocalFile.read_into
 
-    def watched(self: LocalFile, position: int, size_bytes: int) -> bytes:
-        reads.append((position, size_bytes))
-        return original(self, position, size_bytes)
+    def watched(self: LocalFile, position: int, memory: memoryview) -> int:
+        reads.append((position, len(memory)))
+        return original(self, position, memory)
 
-    monkeypatch.setattr(LocalFile, "read", watched)
+    monkeypatch.setattr(LocalFile, "read_into", watched)
     with PacketFeed(index) as feed:
         for run in plan.passes:
             list(feed.packets(run))

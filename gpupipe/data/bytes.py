@@ -83,11 +83,34 @@ class LocalFile:
             size_bytes -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def read_into(self, position: int, memory: memoryview) -> int:
+        """Fills ``memory`` from ``position`` on; returns the bytes read, fewer where the file ends."""
+        filled = 0
+        while filled < len(memory):
+            count = self._preadv(memory[filled:], position + filled)
+            if not count:
+                break
+            filled += count
+        return filled
+
+    def _preadv(self, memory: memoryview, position: int) -> int:
+        if not hasattr(os, "preadv"):
+            data = self._pread(len(memory), position)
+            memory[: len(data)] = data
+            return len(data)
+        try:
+            return os.preadv(self._fd, [memory], position)
+        except OSError as error:
+            raise self._failed(position, error) from error
+
+    def _failed(self, position: int, error: OSError) -> OpenError:
+        return OpenError(f"reading {self.path} at byte {position} failed: {error.strerror}", path=self.path)
+
     def _pread(self, size_bytes: int, position: int) -> bytes:
         try:
             return os.pread(self._fd, size_bytes, position)
         except OSError as error:
-            raise OpenError(f"reading {self.path} at byte {position} failed: {error.strerror}", path=self.path) from error
+            raise self._failed(position, error) from error
 
     def close(self) -> None:
         if self._fd >= 0:

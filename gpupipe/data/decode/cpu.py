@@ -67,9 +67,10 @@ def decode_arrays(
             for number, data in feed.packets(run):
                 if stop():
                     raise Stopped
-                data, head = head + data, b""
+                if head:
+                    data, head = head + bytes(data), b""
                 packet = av.Packet(len(data))  # a packet of FFmpeg's own has the padding that decoders read into
-                packet.update(data)
+                packet.update(data)  # type: ignore[arg-type]  # any bytes-like object will do
                 packet.pts = packet.dts = number
                 packet.is_keyframe = bool(index.key[number])  # PNG adds a frame without it to the one before
                 collected.take(decoded(context, packet))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,23 +15,61 @@ from gpupipe.data.plan import Pass, Plan
 from gpupipe.data.scan.demux import open_video, whole_packets
 from gpupipe.errors import DecodeError, OpenError
 
+_WINDOW_BYTES = 8 << 20
+"""Bytes of one read, unless a single packet is larger."""
 _SPAN = 4
-"""One read for a whole run of packets when the span in the file is at most this many times the packets' own bytes."""
+"""One read serves packets that lie apart while it takes at most this many times their own bytes …"""
 _GAP_BYTES = 64 << 10
-"""Packets that lie no further apart are read ahead as one piece: a disk takes no longer for it."""
+"""… and this much, which is no slower to read than to leave out."""
+
+
+class Scratch:
+    """Memory for one read after the other. Large blocks that come and go would leave the heap of each thread in pieces."""
+
+    def __init__(self) -> None:
+        self._memory = bytearray()
+
+    def room(self, size_bytes: int) -> memoryview:
+        """``size_bytes`` bytes, which the next call hands out again."""
+        if len(self._memory) < size_bytes:
+            self._memory = bytearray(max(size_bytes, 2 * len(self._memory)))
+        return memoryview(self._memory)[:size_bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """Packets that one read serves: (number, position, size) of each, and the bytes from ``low`` to ``high``."""
+
+    low: int
+    high: int
+    packets: list[tuple[int, int, int]]
+
+
+def _windows(index: VideoIndex, run: Pass) -> Iterator[_Window]:
+    first, end = run.first, run.last + 1
+    position, size = index.position[first:end].tolist(), index.size[first:end].tolist()
+    low = high = own = 0
+    packets: list[tuple[int, int, int]] = []
+    for number in run.packets:
+        at, length = position[number - first], size[number - first]
+        lower, higher = min(low, at), max(high, at + length)
+        if packets and higher - lower > min(_WINDOW_BYTES, _SPAN * (own + length) + _GAP_BYTES):
+            yield _Window(low, high, packets)
+            packets = []
+        if not packets:
+            lower, higher, own = at, at + length, 0
+        low, high, own = lower, higher, own + length
+        packets.append((number, at, length))
+    yield _Window(low, high, packets)
 
 
 def ranges(index: VideoIndex, plan: Plan) -> list[tuple[int, int]]:
     """(position, bytes) of what a feed will read for a plan, ascending and apart; empty where it must demux."""
     if not index.mapped:
         return []
-    pieces: list[tuple[int, int]] = []
-    for run in plan.passes:
-        position, size = _places(index, list(run.packets))
-        low, high, at_once = _span(position, size)
-        pieces += [(low, high)] if at_once else [(at, at + length) for at, length in zip(position, size, strict=True)]
+    pieces = sorted((window.low, window.high) for run in plan.passes for window in _windows(index, run))
     merged: list[tuple[int, int]] = []
-    for low, high in sorted(pieces):
+    for low, high in pieces:
         if merged and low <= merged[-1][1] + _GAP_BYTES:
             merged[-1] = (merged[-1][0], max(merged[-1][1], high))
         else:
@@ -38,25 +77,12 @@ def ranges(index: VideoIndex, plan: Plan) -> list[tuple[int, int]]:
     return [(low, high - low) for low, high in merged]
 
 
-def _places(index: VideoIndex, numbers: list[int]) -> tuple[list[int], list[int]]:
-    """(positions, sizes) of packets, ascending by number."""
-    first, end = numbers[0], numbers[-1] + 1
-    position, size = index.position[first:end].tolist(), index.size[first:end].tolist()
-    return [position[n - first] for n in numbers], [size[n - first] for n in numbers]
-
-
-def _span(position: list[int], size: list[int]) -> tuple[int, int, bool]:
-    """(first byte, end, whether one read is to take it all) of packets."""
-    low = min(position)
-    high = max(at + length for at, length in zip(position, size, strict=True))
-    return low, high, high - low <= _SPAN * sum(size)
-
-
 class PacketFeed:
-    """Reads the packets of one video, run by run, from a file that ``files`` lends."""
+    """Reads the packets of one video, run by run, from a file that ``files`` lends, into ``scratch``."""
 
-    def __init__(self, index: VideoIndex, files: OpenFiles = UNKEPT) -> None:
+    def __init__(self, index: VideoIndex, files: OpenFiles = UNKEPT, scratch: Scratch | None = None) -> None:
         self._index = index
+        self._scratch = scratch or Scratch()
         self._open = ExitStack()
         self._file: LocalFile | None = None
         if index.mapped:
@@ -66,8 +92,8 @@ class PacketFeed:
                 self.close()
                 raise OpenError(f"{path} was replaced or changed after it was indexed", fix="is it being written?", path=path)
 
-    def packets(self, run: Pass) -> Iterator[tuple[int, bytes]]:
-        """(number, data) of each packet of a run, in decoding order.
+    def packets(self, run: Pass) -> Iterator[tuple[int, bytes | memoryview]]:
+        """(number, data) of each packet of a run, in decoding order. The data is there until the next packet is asked for.
 
         Raises:
             OpenError: when the file has changed or can no longer be read.
@@ -75,17 +101,17 @@ class PacketFeed:
         """
         return self._from_file(self._file, run) if self._file is not None else self._demuxed(run)
 
-    def _from_file(self, file: LocalFile, run: Pass) -> Iterator[tuple[int, bytes]]:
-        numbers = list(run.packets)
-        position, size = _places(self._index, numbers)
-        low, high, at_once = _span(position, size)
-        whole = file.read(low, high - low) if at_once else None
-        for number, at, length in zip(numbers, position, size, strict=True):
-            data = whole[at - low : at - low + length] if whole is not None else file.read(at, length)
-            if len(data) != length:
-                path = self._index.identity.path
-                raise OpenError(f"{path} ends inside packet {number}", fix="the file changed since it was indexed", path=path)
-            yield number, data
+    def _from_file(self, file: LocalFile, run: Pass) -> Iterator[tuple[int, bytes | memoryview]]:
+        for window in _windows(self._index, run):
+            memory = self._scratch.room(window.high - window.low)
+            there = window.low + file.read_into(window.low, memory)
+            for number, at, length in window.packets:
+                if at + length > there:
+                    path = self._index.identity.path
+                    raise OpenError(
+                        f"{path} ends inside packet {number}", fix="the file changed since it was indexed", path=path
+                    )
+                yield number, memory[at - window.low : at - window.low + length]
 
     def _demuxed(self, run: Pass) -> Iterator[tuple[int, bytes]]:
         """Demuxes from a seek a little before the run, or from the start where a seek fails or lands behind it."""

@@ -6,18 +6,15 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from gpupipe.data.decode.feed import PacketFeed
+from gpupipe.data.decode.bitstream import Bitstream
+from gpupipe.data.decode.feed import PacketFeed, Scratch
 from gpupipe.data.decode.surface import FrameStore
 from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Pass, Plan
 from gpupipe.data.scan.bitstream.dpb import pictures_held
-from gpupipe.data.scan.bitstream.nal import to_annexb
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.device.driver import drop_contexts
 from gpupipe.device.inventory import load, nvdec_codec
@@ -78,6 +75,8 @@ class NvdecDecoder:
         self._store = store
         self.keep = keep
         self._sessions: OrderedDict[tuple[Any, ...], _Session] = OrderedDict()
+        self._scratch = Scratch()
+        self._bitstream = Bitstream()
 
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never, files: OpenFiles = UNKEPT) -> Planes:
         """Decodes a plan's frames, out of a file that ``files`` lends.
@@ -103,13 +102,13 @@ class NvdecDecoder:
         try:
             session = self._session(key, index)
             target = _Target(index, plan, self._store)
-            with PacketFeed(index, files) as feed:
+            with PacketFeed(index, files, self._scratch) as feed:
                 for run in plan.passes:
-                    data, shown = self._byte_stream(index, feed, run), index.in_show_order(run.packets)
+                    packets, shown = self._packets(index, feed, run), index.in_show_order(run.packets)
                     if by_count and shown[0] == run.first:
-                        self._run_by_count(session.decoder, data, shown, target, stop)
+                        self._run_by_count(session.decoder, packets, shown, target, stop)
                     else:  # leading pictures: they come out or not as the decoder sees fit
-                        self._run_by_time(session.decoder, data, shown, target, stop)
+                        self._run_by_time(session.decoder, packets, shown, target, stop)
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
         except BaseException as error:
@@ -118,7 +117,9 @@ class NvdecDecoder:
                 raise _explained(error, index.info.path) from error
             raise
 
-    def _run_by_count(self, decoder: Any, data: Iterator[bytes], in_show_order: list[int], target: _Target, stop: Stop) -> None:
+    def _run_by_count(
+        self, decoder: Any, packets: Iterator[int], in_show_order: list[int], target: _Target, stop: Stop
+    ) -> None:
         """Feeds many packets a call and tells frames apart by the order in which they come out, which is that of showing.
 
         Each call gives up the interpreter lock and must win it back: at small frame sizes that costs more than the decode. As
@@ -132,18 +133,19 @@ class NvdecDecoder:
             if stop():
                 raise Stopped
             unwanted = wanted[0] - fed  # the frame of this rank comes out once so many packets and its own have gone in
-            pieces = list(islice(data, min(a_call, unwanted if unwanted > 0 else _WANTED_A_CALL)))
-            chunk = b"".join(pieces)  # kept in a name: the decoder reads its memory
-            frames = target.decode(decoder, self._packet(chunk, 0), mapped_from=_NEVER if unwanted > 0 else 0)
+            self._bitstream.clear()
+            for _ in range(min(a_call, unwanted if unwanted > 0 else _WANTED_A_CALL, len(expected) - fed)):
+                next(packets)
+                fed += 1
+            frames = target.decode(decoder, self._call(0), mapped_from=_NEVER if unwanted > 0 else 0)
             shown = target.take_in_order(frames, expected, shown)
-            fed += len(pieces)
             while wanted and wanted[0] < shown:
                 wanted.popleft()
         rest = target.decode(decoder, self._end(), mapped_from=0 if wanted else _NEVER)
         if target.take_in_order(rest, expected, shown) != fed:
             raise _Miscounted
 
-    def _run_by_time(self, decoder: Any, data: Iterator[bytes], in_show_order: list[int], target: _Target, stop: Stop) -> None:
+    def _run_by_time(self, decoder: Any, packets: Iterator[int], in_show_order: list[int], target: _Target, stop: Stop) -> None:
         """Feeds packet by packet and tells frames apart by the number that each packet got for a time.
 
         NVDEC's parser hands times out again in rising order, so the numbers rise in the order of showing.
@@ -154,28 +156,33 @@ class NvdecDecoder:
         for fed in [*sorted(in_show_order), None]:
             if stop():
                 raise Stopped
-            chunk = next(data) if fed is not None else b""
-            packet = self._packet(chunk, number_of[fed]) if fed is not None else self._end()
+            if fed is not None:
+                self._bitstream.clear()
+                next(packets)
+            packet = self._call(number_of[fed]) if fed is not None else self._end()
             for frame in target.decode(decoder, packet, mapped_from=wanted[0] if wanted else _NEVER):
                 target.take(frame, slots.get(frame.getPTS()))
                 while wanted and wanted[0] <= frame.getPTS():
                     wanted.popleft()
 
-    def _byte_stream(self, index: VideoIndex, feed: PacketFeed, run: Pass) -> Iterator[bytes]:
-        """Each packet of a run as NVDEC's parser wants it, the first one behind the parameter sets."""
-        length_size = index.length_size
+    def _packets(self, index: VideoIndex, feed: PacketFeed, run: Pass) -> Iterator[int]:
+        """Puts a packet of a run into the bitstream at each step, the first one behind the parameter sets."""
+        bitstream, length_size = self._bitstream, index.length_size
         head, _ = index.sets_at(run.first)
         for number, data in feed.packets(run):
+            if head:
+                bitstream.put(head)
+                head = b""
             try:
-                yield to_annexb(data, length_size, head)
+                bitstream.put(data, length_size)
             except ValueError as error:
                 raise Unsupported(f"packet {number} is damaged: {error}") from error
-            head = b""
+            yield number
 
-    def _packet(self, data: bytes, time: int) -> Any:
-        """A packet that points into ``data``, which must outlive its decode."""
+    def _call(self, time: int) -> Any:
+        """What the bitstream holds, as one packet for the decoder."""
         packet = self._nvc.PacketData()
-        packet.bsl_data, packet.bsl = np.frombuffer(data, np.uint8).ctypes.data, len(data)
+        packet.bsl_data, packet.bsl = self._bitstream.address, self._bitstream.size_bytes
         packet.pts = packet.dts = time
         return packet
 

@@ -6,9 +6,11 @@ Sources: ITU-T H.264 (08/2021) and H.265 (09/2023) annex B; ISO/IEC 14496-15 for
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator
 
 START_CODE = b"\x00\x00\x00\x01"
+_LENGTH = struct.Struct(">I")
 _START = re.compile(b"\x00\x00\x01")
 
 
@@ -62,15 +64,24 @@ def to_annexb(packet: bytes, length_size: int, head: bytes = b"") -> bytes:
         return head + packet if head else packet
     if length_size == 4:  # length and start code are equally long: overwrite in place
         data = bytearray(packet)
-        at, end = 0, len(data)
-        while at < end:
-            size = int.from_bytes(data[at : at + 4], "big")
-            data[at : at + 4] = START_CODE
-            at += 4 + size
-        if at != end:
-            raise ValueError("NAL unit lengths do not add up to the packet's size")
+        put_start_codes(data, 0, len(data))
         return head + data if head else bytes(data)
     return head + b"".join(START_CODE + packet[start:end] for start, end in units(packet, length_size))
+
+
+def put_start_codes(memory: bytearray, begin: int, end: int) -> None:
+    """Overwrites the length fields of 4 bytes of the NAL units from ``begin`` to ``end``.
+
+    Raises:
+        ValueError: when they do not end there.
+    """
+    at = begin
+    while at + 4 <= end:
+        (size,) = _LENGTH.unpack_from(memory, at)
+        memory[at : at + 4] = START_CODE
+        at += 4 + size
+    if at != end:
+        raise ValueError("NAL unit lengths do not add up to the packet's size")
 
 
 def from_annexb(stream: bytes, length_size: int) -> bytes:
