@@ -29,7 +29,7 @@ class BenchConfig(StageConfig):
     size: Annotated[int, Field(ge=1)] = 224
     batch: Annotated[int, Field(ge=1)] = 8
     device: str = "auto"
-    decoder: Literal["auto", "nvdec", "cpu"] = "auto"
+    decoder: Literal["auto", "nvdec", "dali", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=0)] = 0
     plot: Path | None = None
@@ -105,7 +105,7 @@ def command(
     size: Annotated[int, typer.Option(help="Side of the output in pixels.")] = 224,
     batch: Annotated[int, typer.Option(help="Clips in a batch.")] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    decoder: Annotated[Literal["auto", "nvdec", "cpu"], typer.Option(help="auto, nvdec or cpu.")] = "auto",
+    decoder: Annotated[Literal["auto", "nvdec", "dali", "cpu"], typer.Option(help="auto, nvdec, dali or cpu.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Decode threads.")] = None,
     seed: Annotated[int, typer.Option(help="Fixes order, frames and augmentations.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
