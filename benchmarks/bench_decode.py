@@ -27,8 +27,12 @@ SWEEPS = {
 }
 """One factor at a time around h264-1080p-g250-s1."""
 OURS: Subjects = {"gpupipe": gpupipe(cpu_workers="auto"), "gpupipe-nvdec": gpupipe(cpu_workers=0)}
-ALL: Subjects = {**SUBJECTS, **OURS}
-DEFAULT_SUBJECTS = [*OURS, "torchcodec-cuda-7t", "torchcodec-cuda-14t", "pynvvideocodec-simple-14t"]
+BACKENDS: Subjects = {"gpupipe-dali": gpupipe(decoder="dali")}
+ALL: Subjects = {**SUBJECTS, **OURS, **BACKENDS}
+DEFAULT_SUBJECTS = [
+    *OURS, "torchcodec-cuda-7t", "torchcodec-cuda-14t", "pynvvideocodec-simple-14t", "dali-decoders-video",
+    "dali-readers-video", "dali-experimental-readers-video",
+]  # fmt: skip
 
 
 def main() -> None:

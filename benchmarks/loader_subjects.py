@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
+import dali_subjects
 import torch
 from loader_cases import Case, Draw, decode_cpu, finish, in_batches, indices
 from torch.utils.dlpack import from_dlpack
@@ -154,6 +155,9 @@ SUBJECTS: dict[str, Maker] = {
     "torchcodec-cuda-14t-approximate": lambda c, d, dev: torchcodec(c, d, dev, 14, str(dev), "approximate"),
     "torchcodec-cpu-16t": lambda c, d, dev: torchcodec(c, d, dev, 16, "cpu", "exact"),
     "pynvvideocodec-simple-14t": lambda c, d, dev: pynvvideocodec(c, d, dev, 14),
+    "dali-decoders-video": dali_subjects.decoders_video,
+    "dali-readers-video": dali_subjects.readers_video,
+    "dali-experimental-readers-video": dali_subjects.experimental_readers_video,
     "decord2-cpu-16t": lambda c, d, dev: decord(c, d, dev, 16),
     "pyav-16t": lambda c, d, dev: pyav(c, d, dev, 16),
 }

@@ -209,8 +209,9 @@ class BatchConfig(StageConfig):
 class DecodeConfig(StageConfig):
     """Where and by how many threads videos are decoded."""
 
-    decoder: Literal["auto", "nvdec", "cpu"] = "auto"
-    """``auto``: NVDEC for what the engine has on a CUDA device, else the CPU; ``nvdec``: an error where NVDEC cannot serve."""
+    decoder: Literal["auto", "nvdec", "dali", "cpu"] = "auto"
+    """``auto``: NVDEC for what the engine has on a CUDA device, else the CPU; ``nvdec``: an error where NVDEC cannot serve;
+    ``dali``: NVIDIA DALI, an error where it cannot serve; for comparison, not for speed."""
     threads: Annotated[int, Field(ge=1, le=256)] | None = None
     """Decode threads; None: half again as many as NVDEC has engines, on the CPU one for each core
     that this process may use."""

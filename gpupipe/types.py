@@ -229,7 +229,7 @@ class ClipRecord:
     pick: FramePick
     params: TransformParams
     decoder: str
-    """``nvdec`` or ``cpu``."""
+    """``nvdec``, ``dali`` or ``cpu``."""
     clip: int = 0
     """Number of the clip among those of its request."""
 

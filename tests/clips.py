@@ -73,8 +73,9 @@ def write_clip(
     bframes: int = 2,
     pix_fmt: str = "yuv420p",
     options: dict[str, str] | None = None,
+    coloured: bool = False,
 ) -> Path:
-    """Writes a clip in which ``frame_number`` of display frame k is k (modulo 256)."""
+    """Writes a clip in which ``frame_number`` of display frame k is k (modulo 256); grey, or with chroma that moves."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps, options={**_OPTIONS.get(codec, {}), **(options or {})})
         assert isinstance(stream, av.VideoStream)
@@ -85,10 +86,21 @@ def write_clip(
         for number in range(frames):
             gray = av.VideoFrame.from_ndarray(luma(number % 2**_BITS, width, height), format="gray")
             frame = gray.reformat(format=pix_fmt, src_color_range="MPEG", dst_color_range="MPEG")
+            if coloured:
+                _paint(frame, number)
             frame.pts, frame.time_base = number, Fraction(1, fps)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path
+
+
+def _paint(frame: av.VideoFrame, number: int) -> None:
+    """Writes chroma of steep edges and of slopes into a frame of an 8-bit planar format."""
+    for which in (1, 2):
+        plane = frame.planes[which]
+        rows, columns = np.mgrid[: plane.height, : plane.line_size]
+        waves = np.sin((columns + 2 * number) / (5.0 + which)) + np.sign(np.cos((rows - number) / (3.0 + which)))
+        plane.update((128 + 40 * waves).astype(np.uint8).tobytes())
 
 
 def write_changing_sets(folder: Path, codec: str = "libx264") -> Path:

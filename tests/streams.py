@@ -168,7 +168,7 @@ STREAMS: dict[str, Stream] = {
     "mjpeg": Stream("mjpeg", ".mov", pix_fmt="yuvj420p", bframes=0, nvdec=False),
     "ffv1": Stream("ffv1", ".mkv", bframes=0, nvdec=False),
     "wmv2": Stream("wmv2", ".wmv", bframes=0, nvdec=False),
-    "flv1": Stream("flv1", ".flv", bframes=0, nvdec=False),
+    "flv1": Stream("flv", ".flv", bframes=0, nvdec=False),
     "msmpeg4": Stream("msmpeg4", ".avi", bframes=0, nvdec=False),
     "av1": Stream("libsvtav1", options={"preset": "12", "svtav1-params": "lp=1"}, bframes=0, nvdec=False),
 }

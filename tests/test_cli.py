@@ -142,6 +142,7 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
         (["bench", "{tmp}/empty.mp4", "--device", "cuda:99"], "cuda:99"),
         (["bench", "{tmp}/empty.mp4", "--device", "tpu"], "tpu"),
         (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "nvdec"], "nvdec"),
+        (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "dali"], "dali"),
         (["bench", "{tmp}/empty.mp4", "--size", "0"], "size"),
         (["bench", "{tmp}/empty.mp4", "--report", "no/folder/x.json"], "no/folder"),
         (["bench", "{tmp}/empty.mp4", "--device", "cpu"], "empty.mp4"),

@@ -46,7 +46,7 @@ def test_every_finding_says_what_and_what_to_do() -> None:
     for check in diagnosis.checks:
         assert check.detail, check
         assert check.state == "ok" or check.fix, check
-    assert "12 frames" in found(diagnosis.checks, "CPU trial decode").detail
+    assert "32 frames" in found(diagnosis.checks, "CPU trial decode").detail
     assert [(row.codec, row.chroma, row.bits) for row in diagnosis.support] == list(KINDS)
     for row in diagnosis.support:
         assert (row.decoder == "nvdec") == (row.reason is None), row

@@ -268,6 +268,7 @@ def test_the_last_batch_is_dropped_or_smaller(folder: Path) -> None:
         ({"columns": ("label",)}, SourceError, "has no value in column 'label'"),
         ({"device": "cuda:7"}, DeviceError, "cuda:7"),
         ({"device": "cpu", "decode": {"decoder": "nvdec"}}, DeviceError, "nvdec"),
+        ({"device": "cpu", "decode": {"decoder": "dali"}}, DeviceError, "decoder='dali' needs a CUDA device"),
     ],
 )
 def test_a_wrong_argument_is_named_at_once(folder: Path, fields: dict[str, Any], error: type[GpupipeError], says: str) -> None:

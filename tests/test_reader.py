@@ -161,6 +161,8 @@ def test_what_cannot_be_opened_or_used_is_named(clips: dict[str, Path], tricky: 
         VideoReader(clips["h264"], device="tpu")
     with pytest.raises(DecodeError, match="cannot be decoded by NVDEC: the device is the CPU"):
         VideoReader(clips["h264"], device="cpu", decoder="nvdec").frames([0])
+    with pytest.raises(DecodeError, match="cannot be decoded by DALI: the device is the CPU"):
+        VideoReader(clips["h264"], device="cpu", decoder="dali").frames([0])
 
 
 def test_a_change_of_size_is_refused_with_the_frame(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class BenchConfig(StageConfig):
     size: Annotated[int, Field(ge=1)] = 224
     batch: Annotated[int, Field(ge=1)] = 8
     device: str = "auto"
-    decoder: Literal["auto", "nvdec", "cpu"] = "auto"
+    decoder: Literal["auto", "nvdec", "dali", "cpu"] = "auto"
     threads: Annotated[int, Field(ge=1)] | None = None
     sampling: Literal["random", "uniform", "stratified", "keyframe"] = "random"
     cache: Literal["off", "device", "pinned"] = "off"
@@ -110,7 +110,7 @@ def command(
     size: Annotated[int, typer.Option(help="Side of the output in pixels.")] = 224,
     batch: Annotated[int, typer.Option(help="Clips in a batch.")] = 8,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    decoder: Annotated[Literal["auto", "nvdec", "cpu"], typer.Option(help="auto, nvdec or cpu.")] = "auto",
+    decoder: Annotated[Literal["auto", "nvdec", "dali", "cpu"], typer.Option(help="auto, nvdec, dali or cpu.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Decode threads.")] = None,
     sampling: Annotated[
         Literal["random", "uniform", "stratified", "keyframe"], typer.Option(help="Which frames make a clip.")

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import torch
 
-from gpupipe.config import BatchConfig, CacheConfig, ClipConfig, LoaderConfig, PathLike, TransformConfig
+from gpupipe.config import BatchConfig, CacheConfig, ClipConfig, DecodeConfig, LoaderConfig, PathLike, TransformConfig
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
 from gpupipe.data.files import OpenFiles
@@ -314,6 +314,29 @@ def _index_workers(device: torch.device) -> int:
     return 0 if device.type == "cpu" else max(1, min(8, cpu_quota() // 2))
 
 
+def _hardware_threads(decode: DecodeConfig, device: torch.device, telemetry: Telemetry) -> int:
+    """Threads that keep this device's NVDEC engines busy, through PyNvVideoCodec or DALI; 0 where software decodes.
+
+    Raises:
+        DeviceError: when ``decode.decoder`` cannot be had here.
+    """
+    if device.type != "cuda":
+        if decode.decoder in ("nvdec", "dali"):
+            message = f"decoder={decode.decoder!r} needs a CUDA device, this loader is on the CPU"
+            raise DeviceError(message, fix="use device='cuda'")
+        return 0
+    load("cupy")
+    caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
+    if decode.decoder == "dali":
+        load("nvidia.dali")
+    elif not caps.supported:
+        if decode.decoder == "nvdec":
+            raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
+        telemetry.warn_once("no nvdec", f"videos are decoded on the CPU: {caps.reason}")
+        return 0
+    return 0 if decode.decoder == "cpu" else caps.engines + max(1, caps.engines // 2)
+
+
 def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> tuple[list[DecodeEngine], list[DecodeEngine]]:
     """The engines, one a thread, and those that decode in software beside NVDEC.
 
@@ -321,18 +344,7 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     or has none yet, another keeps the hardware busy.
     """
     decode = config.decode
-    hardware = 0
-    if device.type == "cuda":
-        load("cupy")
-        caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
-        if caps.supported and decode.decoder != "cpu":
-            hardware = caps.engines + max(1, caps.engines // 2)
-        if not caps.supported:
-            if decode.decoder == "nvdec":
-                raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
-            telemetry.warn_once("no nvdec", f"videos are decoded on the CPU: {caps.reason}")
-    elif decode.decoder == "nvdec":
-        raise DeviceError("decoder='nvdec' needs a CUDA device, this loader is on the CPU", fix="use device='cuda'")
+    hardware = _hardware_threads(decode, device, telemetry)
     fallbacks = Fallbacks()
 
     def engines(count: int, *, processes: bool = False) -> list[DecodeEngine]:
@@ -352,5 +364,5 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     workers = max(1, cores * 3 // 4) if decode.cpu_workers == "auto" else decode.cpu_workers
     if not hardware:
         return engines(workers or decode.threads or cores, processes=workers > 0), []
-    beside = 0 if decode.decoder == "nvdec" else workers or max(1, min(4, cores // 4))
+    beside = 0 if decode.decoder in ("nvdec", "dali") else workers or max(1, min(4, cores // 4))
     return engines(decode.threads or hardware), engines(beside, processes=True)

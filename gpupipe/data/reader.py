@@ -6,13 +6,13 @@ import operator
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self, get_args
 
 import torch
 
 from gpupipe.config import PathLike
 from gpupipe.data import index as indices
-from gpupipe.data.decode import DecodeEngine, Fallbacks
+from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
 from gpupipe.data.plan import Plan, make_plan
 from gpupipe.data.transform import to_rgb
 from gpupipe.device.inventory import load, resolve_device
@@ -36,7 +36,7 @@ class VideoReader:
     Args:
         path: the video.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``: where the results lie.
-        decoder: ``auto``: NVDEC for what it decodes to the same bits, else the CPU; or one of ``nvdec`` and ``cpu``.
+        decoder: ``auto``: NVDEC for what it decodes to the same bits, else the CPU; or one of ``nvdec``, ``dali`` and ``cpu``.
 
     Raises:
         OpenError: when the file cannot be opened as a video.
@@ -48,10 +48,10 @@ class VideoReader:
         path: PathLike,
         *,
         device: str | torch.device = "auto",
-        decoder: Literal["auto", "nvdec", "cpu"] = "auto",
+        decoder: Mode = "auto",
     ) -> None:
-        if decoder not in ("auto", "nvdec", "cpu"):
-            raise ConfigError(f"decoder={decoder!r} is not a decoder", fix="use 'auto', 'nvdec' or 'cpu'")
+        if decoder not in get_args(Mode):
+            raise ConfigError(f"decoder={decoder!r} is not a decoder", fix="use 'auto', 'nvdec', 'dali' or 'cpu'")
         self.device = resolve_device(str(device))
         self._index = indices.load(str(path))
         if self.device.type == "cuda":

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "warn", "missing", "not needed"]
 
-_GPU_PARTS = ("NVIDIA driver", "GPUs", "CuPy", "kernel trial compile", "PyNvVideoCodec", "NVDEC trial decode", "DALI")
+_GPU_PARTS = (
+    "NVIDIA driver", "GPUs", "CuPy", "kernel trial compile", "PyNvVideoCodec", "NVDEC trial decode", "DALI",
+    "DALI trial decode",
+)  # fmt: skip
 """What a machine without an NVIDIA driver does without."""
-_TRIAL_FRAMES = 12
+_TRIAL_FRAMES = 32
 _TRIAL_SIZE = 256
 """Side of the trial clip in pixels: above NVDEC's minimum for H.264."""
 
@@ -199,27 +202,35 @@ def _cpu_decode() -> Check:
 
 
 def _nvdec_decode() -> Check:
-    name = "NVDEC trial decode"
+    return _hardware_decode("NVDEC", "nvdec", "PyNvVideoCodec", "videos are decoded on the CPU")
+
+
+def _dali_decode() -> Check:
+    return _hardware_decode("DALI", "dali", "nvidia.dali", "optional: only decoder='dali' uses it")
+
+
+def _hardware_decode(label: str, decoder: Literal["nvdec", "dali"], package: str, otherwise: str) -> Check:
+    """Luma of a tiny clip, through one decoder and in software."""
+    name = f"{label} trial decode"
     why_not = inventory.cuda_reason()
-    if why_not is None and not inventory.package("PyNvVideoCodec").present:
-        why_not = "PyNvVideoCodec cannot be used"
-    if why_not is None and not inventory.package("cupy").present:
-        why_not = "CuPy cannot be used"
+    if why_not is None:
+        needs = {package: label if decoder == "dali" else package, "cupy": "CuPy"}
+        why_not = next((f"{shown} cannot be used" for it, shown in needs.items() if not inventory.package(it).present), None)
     if why_not is not None:
-        return Check(name, "missing", f"not tried: {why_not}", "videos are decoded on the CPU")
+        return Check(name, "missing", f"not tried: {why_not}", otherwise)
     import torch
 
-    codec, found = _trial("cuda", "nvdec")
+    codec, found = _trial("cuda", decoder)
     if codec != "h264":
         return Check(name, "warn", "not tried: this FFmpeg cannot make an H.264 clip", "pip install av")
     _, expected = _trial("cpu", "cpu")
     same = all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
     if not same:
-        return Check(name, "warn", "NVDEC's pixels differ from the software decoder's", "report it with the driver's version")
-    return Check(name, "ok", f"{len(found)} frames of h264, the same bits as software")
+        return Check(name, "warn", f"{label}'s luma differs from the software decoder's", "report it with the driver's version")
+    return Check(name, "ok", f"{len(found)} frames of h264, the same luma as software")
 
 
-def _trial(device: str, decoder: Literal["cpu", "nvdec"]) -> tuple[str, list[torch.Tensor]]:
+def _trial(device: str, decoder: Literal["cpu", "nvdec", "dali"]) -> tuple[str, list[torch.Tensor]]:
     """Makes a tiny clip, reads it through VideoReader and gives (codec, luma planes)."""
     from gpupipe.data.bytes import Identity
     from gpupipe.data.reader import VideoReader
@@ -230,7 +241,7 @@ def _trial(device: str, decoder: Literal["cpu", "nvdec"]) -> tuple[str, list[tor
         codec = _write_trial(file)
         kept = file_of(Identity.of(str(file)))
         try:
-            if codec != "h264" and decoder == "nvdec":
+            if codec != "h264" and decoder != "cpu":
                 return codec, []
             with VideoReader(file, device=device, decoder=decoder) as reader:
                 lumas = [planes.y for planes in reader.planes(range(len(reader)))]
@@ -297,6 +308,7 @@ _CHECKS: tuple[tuple[str, Callable[[], Check]], ...] = (
     ("PyNvVideoCodec", _nvcodec),
     ("NVDEC trial decode", _nvdec_decode),
     ("DALI", _dali),
+    ("DALI trial decode", _dali_decode),
     ("FFmpeg", _ffmpeg),
     ("AV1 in software", _av1),
     ("CPU trial decode", _cpu_decode),

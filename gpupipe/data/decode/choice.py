@@ -6,11 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from gpupipe.data.decode.dali import refusal
 from gpupipe.device.inventory import nvdec_caps
 from gpupipe.types import VideoInfo
 
 if TYPE_CHECKING:
     import torch
+
+Decoder = Literal["nvdec", "dali", "cpu"]
+Mode = Literal["auto", "nvdec", "dali", "cpu"]
 
 _EXACT = ("h264", "hevc", "vp8", "vp9")
 """Codecs whose standards fix every output bit, so that NVDEC and FFmpeg agree."""
@@ -18,14 +22,20 @@ _EXACT = ("h264", "hevc", "vp8", "vp9")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A decoder and why not the other one; ``reason`` is None where NVDEC serves."""
+    """A decoder and why not the one before it; ``reason`` is None where NVDEC serves, or DALI where it was asked for."""
 
-    decoder: Literal["nvdec", "cpu"]
+    decoder: Decoder
     reason: str | None
 
 
-def choose(info: VideoInfo, device: torch.device, mode: Literal["auto", "nvdec", "cpu"] = "auto") -> Choice:
-    """The decoder for one video on ``device``: NVDEC where it gives the same bits as software decoding, else the CPU."""
+def choose(info: VideoInfo, device: torch.device, mode: Mode = "auto") -> Choice:
+    """The decoder for one video on ``device``: NVDEC where it gives the same bits as software decoding, else the CPU.
+
+    DALI only where ``mode`` says so, and only for what it decodes to the same bits.
+    """
+    if mode == "dali":
+        reason = refusal(info, device)
+        return Choice("dali" if reason is None else "cpu", reason)
     reason = _why_not_nvdec(info, device, mode)
     return Choice("nvdec" if reason is None else "cpu", reason)
 

@@ -1,14 +1,14 @@
-"""One thread's decoders: NVDEC and the CPU behind one call, with a fallback that is automatic, visible and lasting."""
+"""One thread's decoders: NVDEC, DALI and the CPU behind one call, with a fallback that is automatic, visible and lasting."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from gpupipe.data.cache import KeptClip
 from gpupipe.data.decode import cpu
-from gpupipe.data.decode.choice import Choice, choose
+from gpupipe.data.decode.choice import Choice, Decoder, Mode, choose
 from gpupipe.data.decode.lanes import Lane, free_decoders, give_back, take
 from gpupipe.data.decode.nvdec import Unsupported
 from gpupipe.data.decode.process import DecodeProcess
@@ -24,11 +24,11 @@ from gpupipe.types import Planes
 if TYPE_CHECKING:
     import torch
 
-Mode = Literal["auto", "nvdec", "cpu"]
+_NAMES = {"nvdec": "NVDEC", "dali": "DALI"}
 
 
 class Fallbacks:
-    """Videos that NVDEC gave up on in this run: they stay with the CPU, so that two visits give the same pixels."""
+    """Videos that NVDEC (or DALI) gave up on in this run: they stay with the CPU, so that two visits give the same pixels."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -81,13 +81,13 @@ class DecodeEngine:
         return self._hardware().stream if self.device.type == "cuda" else None
 
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> tuple[Planes, str]:
-        """Decodes a plan's frames to this engine's device, by NVDEC where it serves, else in software.
+        """Decodes a plan's frames to this engine's device, by NVDEC where it serves, else in software; or by DALI.
 
         Returns:
-            The planes as :meth:`run` gives them, and the name of the decoder: ``nvdec`` or ``cpu``.
+            The planes as :meth:`run` gives them, and the name of the decoder: ``nvdec``, ``dali`` or ``cpu``.
 
         Raises:
-            DecodeError: when a wanted frame cannot be decoded, or ``mode`` is ``nvdec`` and NVDEC cannot serve.
+            DecodeError: when a wanted frame cannot be decoded, or ``mode`` is ``nvdec`` or ``dali`` and that cannot serve.
             OpenError: when the file can no longer be read.
             SyncError, DeviceMemoryError: when CUDA fails.
             Stopped: when ``stop()`` turned true.
@@ -103,34 +103,36 @@ class DecodeEngine:
         """Who is to decode a video: NVDEC, or software where NVDEC has not got it or has given it up before.
 
         Raises:
-            DecodeError: when that is software and ``mode`` is ``nvdec``.
+            DecodeError: when that is software and ``mode`` is ``nvdec`` or ``dali``.
         """
         path = index.info.path
         known = self._fallbacks.get(path)
         choice = Choice("cpu", known) if known is not None else choose(index.info, self.device, self._mode)
-        if choice.decoder == "cpu" and self._mode == "nvdec":
+        if choice.decoder == "cpu" and self._mode in _NAMES:
             raise DecodeError(
-                f"{path} cannot be decoded by NVDEC: {choice.reason or 'unknown'}", fix="use decoder='auto' or 'cpu'", path=path
+                f"{path} cannot be decoded by {_NAMES[self._mode]}: {choice.reason or 'unknown'}",
+                fix="use decoder='auto' or 'cpu'",
+                path=path,
             )
         if choice.decoder == "cpu" and self.device.type == "cuda" and choice.reason is not None and self._mode != "cpu":
             self._telemetry.warn_once(f"fallback {path}", f"{path} is decoded on the CPU: {choice.reason}")
         return choice
 
-    def run(self, decoder: str, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
-        """Decodes a plan's frames to this engine's device by ``nvdec`` or ``cpu``.
+    def run(self, decoder: Decoder, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+        """Decodes a plan's frames to this engine's device by ``nvdec``, ``dali`` or ``cpu``.
 
         Returns:
             The planes, valid until this engine's next decode and on a CUDA device complete once its stream has passed.
 
         Raises:
-            Unsupported: when NVDEC gave up on the video; :meth:`choose` has another answer for it from now on.
+            Unsupported: when NVDEC or DALI gave up on the video; :meth:`choose` has another answer for it from now on.
             DecodeError, OpenError, SyncError, DeviceMemoryError, Stopped: as for :meth:`decode`.
         """
         path = index.info.path
         with stage("decode", path), self._telemetry.span("decode"):
-            if decoder == "nvdec":
+            if decoder != "cpu":
                 try:
-                    planes = self._decode_in_hardware(index, plan, stop)
+                    planes = self._decode_in_hardware(decoder, index, plan, stop)
                 except Unsupported as error:
                     self._fallbacks.add(path, str(error))
                     raise
@@ -167,14 +169,15 @@ class DecodeEngine:
             self._leaving.atexit = False
         return self._lane
 
-    def _decode_in_hardware(self, index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
-        decoder = self._hardware().nvdec(self._keep)
+    def _decode_in_hardware(self, decoder: Decoder, index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
+        lane = self._hardware()
+        serving = lane.dali() if decoder == "dali" else lane.nvdec(self._keep)
         try:
-            return decoder.decode(index, plan, stop, self.files)
+            return serving.decode(index, plan, stop, self.files)
         except DeviceMemoryError:
             if not free_decoders():
                 raise
-        return decoder.decode(index, plan, stop, self.files)
+        return serving.decode(index, plan, stop, self.files)
 
     def twin(self) -> DecodeEngine:
         """An engine like this one, with a lane and a process of its own."""

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from gpupipe.data.decode.dali import DaliDecoder
 from gpupipe.data.decode.nvdec import NvdecDecoder
 from gpupipe.data.decode.surface import FrameStore
 
@@ -31,6 +32,7 @@ class Lane:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.store = FrameStore(self.stream)
         self._nvdec: NvdecDecoder | None = None
+        self._dali: DaliDecoder | None = None
         self.process = os.getpid()
 
     def nvdec(self, keep: int) -> NvdecDecoder:
@@ -39,6 +41,16 @@ class Lane:
             self._nvdec = NvdecDecoder(self.stream, self.store, keep)
         self._nvdec.keep = keep
         return self._nvdec
+
+    def dali(self) -> DaliDecoder:
+        """The lane's way to DALI, which keeps its decoders itself.
+
+        Raises:
+            DeviceError: when DALI cannot be imported.
+        """
+        if self._dali is None:
+            self._dali = DaliDecoder(self.stream, self.store)
+        return self._dali
 
     def close(self) -> None:
         """Frees decoders and memory, after all work on the stream has passed."""

@@ -12,12 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from gpupipe.data.crew import TakenAway
+from gpupipe.data.decode.choice import Decoder
 from gpupipe.data.jitter import Closed
-
-Decoder = Literal["nvdec", "cpu"]
 
 _SHARE = 0.5
 """Part of the window within which a helper must be done."""
@@ -60,7 +59,7 @@ class Schedule(Generic[Task, Work]):
         tasks: what is to be done, in order; None while there is no room for more, of which :meth:`room` tells. They must not
             block: a clip that comes back may be what everybody waits for.
         prepare: makes a clip of a task, or None when there is nothing to decode.
-        hardware: engines that decode with NVDEC. Without any, every clip is for whoever comes.
+        hardware: engines that decode with NVDEC, beside others that do not. Without any, every clip is for whoever comes.
         helping: software engines also take clips that NVDEC could decode.
         window: clips in flight at most.
     """
