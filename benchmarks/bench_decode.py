@@ -23,7 +23,15 @@ SWEEPS = {
     "size": ["h264-256p-g250-s1", "h264-720p-g250-s1", "h264-1080p-g250-s1", "h264-4k-g250-s1"],
     "gop": ["h264-1080p-g1-s1", "h264-1080p-g12-s1", "h264-1080p-g30-s1", "h264-1080p-g60-s1", "h264-1080p-g250-s1"],
     "stride": ["h264-1080p-g250-s1", "h264-1080p-g250-s4", "h264-1080p-g250-s8"],
-    "form": ["h264-1080p-g250-s1-frame", "h264-1080p-g12-s1-frame", "h264-1080p-g250-s1-cold", "mixed-s1"],
+    "form": [
+        "h264-1080p-g250-s1-frame",
+        "h264-1080p-g12-s1-frame",
+        "h264-1080p-g1-s1-frame",
+        "h264-1080p-g250-s1-whole",
+        "hevc-1080p-g250-s1-whole",
+        "h264-1080p-g250-s1-cold",
+        "mixed-s1",
+    ],
 }
 """One factor at a time around h264-1080p-g250-s1."""
 OURS: Subjects = {"gpupipe": gpupipe(cpu_workers="auto"), "gpupipe-nvdec": gpupipe(cpu_workers=0)}

@@ -11,16 +11,21 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from common import RESULTS, Row, failed, summarise, write_results
 from loader_cases import Case, Draw, case_of, check, draw, packets_needed
-from loader_subjects import Maker, engine_rate
+from loader_subjects import Gpupipe, Maker, Session, engine_rate
 from make_media import make
 
 METRIC = "clips_per_s"
+OTHERS = ("first_batch_ms", "second_iter_ms", "cpu_ms_per_clip", "packets_per_frame_used", "decoders_per_100_clips")
+"""Further metrics, of which less is better; where a subject has them."""
 FEWEST_CLIPS = 32
 """A subject that is too slow for the budget is still measured on this many clips."""
 Subjects = Mapping[str, Maker]
@@ -43,28 +48,47 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def cpu_seconds() -> float:
+    """Processor time of this process and its children so far."""
+    process = psutil.Process()
+    total = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            total += times.user + times.system
+    ended = process.cpu_times()
+    return total + ended.children_user + ended.children_system
+
+
 def measure(
     case: Case, maker: Maker, draws: list[Draw], device: torch.device, budget: float, *, verify: bool
-) -> tuple[float, dict[str, float]]:
-    """(clips a second, the subject's own counters) of one run. Stops after ``budget`` seconds if enough clips are done.
+) -> dict[str, float]:
+    """Clips a second and the other metrics of one run. Stops after ``budget`` seconds if enough clips are done.
 
     Raises:
         RuntimeError: when no batch comes, or with ``verify`` the first one is not what was asked for.
     """
     first: torch.Tensor | None = None
     clips = 0
+    values: dict[str, float] = {}
     synchronise(device)
-    begin = time.perf_counter()
+    cpu, begin = cpu_seconds(), time.perf_counter()
     session = maker(case, draws, device)
     try:
         for batch in session.batches():
-            first = batch if first is None else first
+            if first is None:
+                first = batch
+                synchronise(device)
+                values["first_batch_ms"] = 1000 * (time.perf_counter() - begin)
             clips += len(batch)
             if time.perf_counter() - begin > budget and clips >= min(FEWEST_CLIPS, len(draws)):
                 break
         synchronise(device)
-        seconds = time.perf_counter() - begin
-        counters = session.stats()
+        values[METRIC] = clips / (time.perf_counter() - begin)
+        values["cpu_ms_per_clip"] = 1000 * (cpu_seconds() - cpu) / max(1, clips)
+        values |= own_counters(session, clips)
+        if first is not None and isinstance(session, Gpupipe):
+            values["second_iter_ms"] = second_iteration(session, device)
     finally:
         session.close()
     if first is None:
@@ -72,7 +96,26 @@ def measure(
     fault = check(first, draws, case) if verify else None
     if fault:
         raise RuntimeError(f"wrong output: {fault}")
-    return clips / seconds, counters
+    return values
+
+
+def own_counters(session: Session, clips: int) -> dict[str, float]:
+    """What gpupipe counts: packets decoded for each frame of a clip, NVDEC sessions opened for a hundred clips."""
+    counted = session.stats()
+    if not counted.get("frames_used"):
+        return {}
+    return {
+        "packets_per_frame_used": counted["packets_decoded"] / counted["frames_used"],
+        "decoders_per_100_clips": 100 * counted.get("decoders_created", 0.0) / max(1, clips),
+    }
+
+
+def second_iteration(session: Gpupipe, device: torch.device) -> float:
+    """Milliseconds to the first batch of another ``iter()`` of the same loader."""
+    begin = time.perf_counter()
+    next(session.batches())
+    synchronise(device)
+    return 1000 * (time.perf_counter() - begin)
 
 
 def measure_subject(maker: Maker, options: argparse.Namespace) -> None:
@@ -82,16 +125,14 @@ def measure_subject(maker: Maker, options: argparse.Namespace) -> None:
     for name in options.cases:
         case = case_of(name)
         sources = sources_of(case, options)
-        values: list[float] = []
-        counters: dict[str, float] = {}
+        values: defaultdict[str, list[float]] = defaultdict(list)
         error = None
         for run in range(options.runs):
             folder = options.media / f"visits-{os.getpid()}-{name}-{run}"
             try:
-                value, counters = measure(
-                    case, maker, draw(case, sources, folder, run), device, options.budget, verify=run == 0
-                )
-                values.append(value)
+                visits = draw(case, sources, folder, run)
+                for metric, value in measure(case, maker, visits, device, options.budget, verify=run == 0).items():
+                    values[metric].append(value)
             except Exception as fault:  # whatever a peer raises is its result, told in its row
                 traceback.print_exc()
                 cause = f" ({fault.__cause__})" if fault.__cause__ else ""
@@ -99,8 +140,7 @@ def measure_subject(maker: Maker, options: argparse.Namespace) -> None:
                 break
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
-        numbers = {key: value for key, value in counters.items() if isinstance(value, int | float)}
-        print("ROW " + json.dumps({"case": name, "values": values, "error": error, "counters": numbers}), flush=True)
+        print("ROW " + json.dumps({"case": name, "values": values, "error": error}), flush=True)
 
 
 def rows_of(subject: str, options: argparse.Namespace) -> list[Row]:
@@ -124,14 +164,12 @@ def rows_of(subject: str, options: argparse.Namespace) -> list[Row]:
         if line is None or line["error"]:
             rows.append(failed(name, subject, METRIC, line["error"] if line else ending))
             continue
-        rows.append(summarise(name, subject, METRIC, line["values"]))
-        counters = line["counters"]
-        if counters.get("frames_used"):
-            ratio = counters["packets_decoded"] / counters["frames_used"]
-            rows.append(summarise(name, subject, "packets_per_frame_used", [ratio], "lower"))
+        values = line["values"]
+        rows.append(summarise(name, subject, METRIC, values[METRIC]))
+        rows += [summarise(name, subject, metric, values[metric], "lower") for metric in OTHERS if metric in values]
     for row in rows:
         shown = f"{row.value:8.1f}  ({row.low:.1f} to {row.high:.1f})" if row.value is not None else f"failed: {row.error}"
-        print(f"{row.case:26} {row.subject:28} {row.metric:12} {shown}", file=sys.stderr)
+        print(f"{row.case:26} {row.subject:28} {row.metric:22} {shown}", file=sys.stderr)
     return rows
 
 

@@ -15,6 +15,8 @@ from typing import Any
 from common import RESULTS
 
 README = RESULTS.parent.parent / "README.md"
+LEFT_OUT = ("first_batch_ms", "cpu_ms_per_clip")
+"""Metrics that only the result files tell."""
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 
 
@@ -35,26 +37,32 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def compare(rows: list[dict[str, Any]]) -> list[str]:
-    """One table line for each case and metric that gpupipe and at least one peer have."""
+    """One table line for each case and metric that gpupipe and at least one peer have, and for each variant of gpupipe."""
     lines = []
     groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["case"], row["metric"]), {})[row["subject"]] = row
-    for (case, metric), subjects in groups.items():
-        own, limit = subjects.get("gpupipe"), subjects.get("limit")
-        peers = [row for name, row in subjects.items() if is_peer(name) and row["value"] is not None]
-        if own is None or not any(is_peer(name) for name in subjects):
+    for (_, metric), subjects in groups.items():
+        if metric in LEFT_OUT or not any(is_peer(name) for name in subjects):
             continue
-        higher = own["better"] == "higher"
-        best = (max if higher else min)(peers, key=lambda row: row["value"], default=None)
-        ratio = share = "–"
-        if own["value"] is not None and best is not None:
-            ratio = f"{own['value'] / best['value'] if higher else best['value'] / own['value']:.2f}x"
-        if own["value"] is not None and limit is not None and limit["value"] is not None:
-            share = f"{100 * (own['value'] / limit['value'] if higher else limit['value'] / own['value']):.0f} %"
-        peer = f"{best['subject']}: {cell(best)}" if best else "all failed"
-        lines.append(f"| {case} | {metric} | {cell(own)} | {peer} | {ratio} | {share} |")
+        lines += [line(row, subjects) for name, row in sorted(subjects.items()) if name != "limit" and not is_peer(name)]
     return lines
+
+
+def line(own: dict[str, Any], subjects: dict[str, dict[str, Any]]) -> str:
+    """The table line of one row of ours, against the best peer and the limit among ``subjects``."""
+    limit = subjects.get("limit")
+    peers = [row for name, row in subjects.items() if is_peer(name) and row["value"] is not None]
+    higher = own["better"] == "higher"
+    best = (max if higher else min)(peers, key=lambda row: row["value"], default=None)
+    ratio = share = "–"
+    if own["value"] is not None and best is not None:
+        ratio = f"{own['value'] / best['value'] if higher else best['value'] / own['value']:.2f}x"
+    if own["value"] is not None and limit is not None and limit["value"] is not None:
+        share = f"{100 * (own['value'] / limit['value'] if higher else limit['value'] / own['value']):.0f} %"
+    peer = f"{best['subject']}: {cell(best)}" if best else "all failed"
+    variant = "" if own["subject"] == "gpupipe" else f"{own['subject'].removeprefix('gpupipe-')}: "
+    return f"| {own['case']} | {own['metric']} | {variant}{cell(own)} | {peer} | {ratio} | {share} |"
 
 
 def section(folder: Path = RESULTS) -> str:

@@ -8,7 +8,7 @@ import shutil
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import av
@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from make_media import kind_of
 
+_AT_ONCE = 64
+"""Frames made into floats at a time: whole videos would take tens of GB."""
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 
@@ -39,11 +41,15 @@ class Case:
 MIXED = (
     "h264-1080p", "h264-256p", "hevc-720p", "h264-720p", "vp9-256p", "hevc-1080p", "h264-720p-g60", "h264-256p-g30",
 )  # fmt: skip
-_NAME = re.compile(r"(?:(\w+-\w+)-g(\d+)|mixed)-s(\d+)(-frame)?(-cold)?")
+_FORMS = {None: 16, "-frame": 1, "-whole": 512}
+"""Frames of a clip."""
+_NAME = re.compile(r"(?:(\w+-\w+)-g(\d+)|mixed)-s(\d+)(-frame|-whole)?(-cold)?")
 
 
 def case_of(name: str) -> Case:
-    """The case of a name: ``CODEC-SIZE-gN-sN`` or ``mixed-sN``, with ``-frame`` for single frames, ``-cold`` for cold files.
+    """The case of a name: ``CODEC-SIZE-gN-sN`` or ``mixed-sN``.
+
+    With ``-frame`` for single frames or ``-whole`` for the first 512 frames of each video, ``-cold`` for cold files.
 
     Raises:
         ValueError: when it is no case's name.
@@ -52,12 +58,13 @@ def case_of(name: str) -> Case:
         return Case(name, ("h264-tiny",), 1, frames=8, size=64, batch=4, clips=16)
     match = _NAME.fullmatch(name)
     if match is None:
-        raise ValueError(f"{name!r} is not CODEC-SIZE-gN-sN[-frame][-cold], nor mixed-sN[-frame][-cold]")
+        raise ValueError(f"{name!r} is not CODEC-SIZE-gN-sN or mixed-sN, with -frame or -whole and -cold after it")
     kind = match[1] if match[2] == "250" else f"{match[1]}-g{match[2]}"
     kinds = (kind,) if match[1] else MIXED
     for each in kinds:
         kind_of(each)
-    return Case(name, kinds, int(match[3]), frames=1 if match[4] else 16, cold=bool(match[5]))
+    case = Case(name, kinds, int(match[3]), frames=_FORMS[match[4]], cold=bool(match[5]))
+    return replace(case, batch=1, clips=42) if match[4] == "-whole" else case
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ def draw(case: Case, sources: Sequence[Path], folder: Path, seed: int) -> list[D
         else:
             os.link(sources[which], path)
         last = lengths[which] - (case.frames - 1) * case.stride - 1
-        draws.append(Draw(str(path), int(rng.integers(0, last + 1))))
+        if last < 0:
+            raise ValueError(f"{sources[which]} is too short for {case.frames} frames, {case.stride} apart")
+        draws.append(Draw(str(path), 0 if case.frames == _FORMS["-whole"] else int(rng.integers(0, last + 1))))
     return draws
 
 
@@ -133,10 +142,12 @@ def finish(frames: torch.Tensor, case: Case, device: torch.device) -> torch.Tens
     frames = frames.to(device, non_blocking=True)
     side = min(frames.shape[-2:])
     top, left = (frames.shape[-2] - side) // 2, (frames.shape[-1] - side) // 2
-    square = frames[..., top : top + side, left : left + side].float() / 255
-    small = F.interpolate(square, (case.size, case.size), mode="bilinear", antialias=True, align_corners=False)
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
-    return ((small - mean) / std).to(torch.bfloat16).transpose(0, 1)
+    parts: list[torch.Tensor] = []
+    for part in frames[..., top : top + side, left : left + side].split(_AT_ONCE):  # type: ignore[no-untyped-call]
+        small = F.interpolate(part.float() / 255, (case.size, case.size), mode="bilinear", antialias=True, align_corners=False)
+        parts.append(((small - mean) / std).to(torch.bfloat16))
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)
 
 
 def decode_cpu(path: str, wanted: Sequence[int]) -> torch.Tensor:

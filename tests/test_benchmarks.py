@@ -96,7 +96,10 @@ def test_figures_compare_with_the_best_peer() -> None:
         row("gpupipe-cpu", 99.0),
         row("limit", 60.0),
     ]
-    assert figures.compare(rows) == ["| x | m | 30.0 (30.0–30.0) | fast: 20.0 (20.0–20.0) | 1.50x | 50 % |"]
+    assert figures.compare(rows) == [
+        "| x | m | 30.0 (30.0–30.0) | fast: 20.0 (20.0–20.0) | 1.50x | 50 % |",
+        "| x | m | cpu: 99.0 (99.0–99.0) | fast: 20.0 (20.0–20.0) | 4.95x | 165 % |",
+    ]
     rows = [row("gpupipe", 4.0, better="lower"), row("a", 2.0, better="lower"), row("b", 3.0, better="lower")]
     assert "a: 2.00 (2.00–2.00) | 0.50x | – |" in figures.compare(rows)[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gpupipe.data.cache import KeptClip
@@ -171,13 +172,23 @@ class DecodeEngine:
 
     def _decode_in_hardware(self, decoder: Decoder, index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
         lane = self._hardware()
-        serving = lane.dali() if decoder == "dali" else lane.nvdec(self._keep)
+        if decoder == "dali":
+            return self._with_memory(lane.dali().decode, index, plan, stop)
+        serving = lane.nvdec(self._keep)
+        before = serving.created
         try:
-            return serving.decode(index, plan, stop, self.files)
+            return self._with_memory(serving.decode, index, plan, stop)
+        finally:
+            self._telemetry.count("decoders_created", serving.created - before)
+
+    def _with_memory(self, decode: Callable[..., Planes], index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
+        """Decodes, a second time when memory was short and there were idle decoders to free."""
+        try:
+            return decode(index, plan, stop, self.files)
         except DeviceMemoryError:
             if not free_decoders():
                 raise
-        return serving.decode(index, plan, stop, self.files)
+        return decode(index, plan, stop, self.files)
 
     def twin(self) -> DecodeEngine:
         """An engine like this one, with a lane and a process of its own."""

@@ -74,6 +74,8 @@ class NvdecDecoder:
         self._stream = stream
         self._store = store
         self.keep = keep
+        self.created = 0
+        """Sessions opened so far."""
         self._sessions: OrderedDict[tuple[Any, ...], _Session] = OrderedDict()
         self._scratch = Scratch()
         self._bitstream = Bitstream()
@@ -219,6 +221,7 @@ class NvdecDecoder:
                 maxheight=key[-1][1],
             )
             session = self._sessions[key] = _Session(decoder, size)
+            self.created += 1
         elif session.size != size:
             session.decoder.setReconfigParams(*size)
             session.size = size
