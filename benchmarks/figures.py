@@ -1,13 +1,14 @@
-"""Writes the figures of the README from the committed results, between its two markers; nothing there is typed by hand.
+"""Writes the figures of README.md and docs/conformance.md from the committed results, between two markers in each.
 
-python benchmarks/figures.py            # rewrites README.md
-python benchmarks/figures.py --check    # exits with 1 when README.md is not what the results say
+python benchmarks/figures.py            # rewrites them
+python benchmarks/figures.py --check    # exits with 1 when one of them is not what the results say
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,9 @@ from typing import Any
 from common import RESULTS
 
 README = RESULTS.parent.parent / "README.md"
+CONFORMANCE = README.parent / "docs" / "conformance.md"
+_LONGEST = 60
+"""Characters of an error in a table."""
 LEFT_OUT = ("first_batch_ms", "cpu_ms_per_clip")
 """Metrics that only the result files tell."""
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
@@ -70,10 +74,10 @@ def section(folder: Path = RESULTS) -> str:
     parts = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        lines = compare(data["rows"])
+        lines = compare(data["rows"]) if data["benchmark"] != "conformance" else []
         if not lines:
             continue
-        facts = ", ".join(f"{key} {value}" for key, value in data["machine"].items() if value is not None)
+        facts = facts_of(data)
         parts.append(
             f"**{data['benchmark']}** (`benchmarks/results/{path.name}`, {data['created'][:10]}; {facts})\n\n"
             "| case | metric | gpupipe | best peer | gpupipe against it | of the limit |\n|---|---|---|---|---|---|\n"
@@ -85,8 +89,41 @@ def section(folder: Path = RESULTS) -> str:
     return "\n\n".join([*parts, note]) + "\n"
 
 
+def facts_of(data: dict[str, Any]) -> str:
+    """The machine of a result file, in a line."""
+    return ", ".join(f"{key} {value}" for key, value in data["machine"].items() if value is not None)
+
+
+def conformance(folder: Path = RESULTS) -> str:
+    """The tables of docs/conformance.md: for each file and subject whether it was read right, or why not."""
+    paths = sorted(folder.glob("conformance--*.json"))
+    parts = [_conformance_table(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return "\n\n".join(parts) + "\n" if parts else "No results are committed yet.\n"
+
+
+def _conformance_table(name: str, data: dict[str, Any]) -> str:
+    rows = {(row["case"], row["subject"], row["metric"]): row for row in data["rows"]}
+    subjects = list(dict.fromkeys(row["subject"] for row in data["rows"]))
+    cases = list(dict.fromkeys(row["case"] for row in data["rows"] if row["metric"] == "read_right"))
+    totals = [f"{rows['all', subject, 'files_right']['value']:.0f} of {len(cases)}" for subject in subjects]
+    lines = [f"| file | {' | '.join(subjects)} |", "|---" * (len(subjects) + 1) + "|", f"| **all** | {' | '.join(totals)} |"]
+    lines += [f"| {case} | {' | '.join(_answer(rows, case, subject) for subject in subjects)} |" for case in cases]
+    return f"`benchmarks/results/{name}`, {data['created'][:10]}; {facts_of(data)}\n\n" + "\n".join(lines)
+
+
+def _answer(rows: dict[tuple[str, str, str], dict[str, Any]], case: str, subject: str) -> str:
+    row = rows.get((case, subject, "read_right"))
+    if row is None:
+        return "–"
+    if row["value"] is None:
+        error = re.sub(r"[^\s\[\]()]*/", "", row["error"]).replace("|", "/")  # no folders of the machine it was run on
+        return f"no: {error if len(error) <= _LONGEST else error[:_LONGEST] + '…'}"
+    by = rows.get((case, subject, "by_nvdec"))
+    return "yes" if by is None else "yes, NVDEC" if by["value"] else "yes, CPU"
+
+
 def rewritten(readme: str, text: str) -> str:
-    """The README with ``text`` between its markers.
+    """A page with ``text`` between its markers.
 
     Raises:
         ValueError: when the markers are not there once each, in order.
@@ -94,22 +131,26 @@ def rewritten(readme: str, text: str) -> str:
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end or BEGIN in rest or END in after:
-        raise ValueError(f"the README must hold {BEGIN} and then {END}, once each")
+        raise ValueError(f"the page must hold {BEGIN} and then {END}, once each")
     return f"{before}{BEGIN}\n{text}{END}{after}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Writes the README's figures from benchmarks/results.")
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when the README is out of step")
+    parser = argparse.ArgumentParser(description="Writes the figures of the pages from benchmarks/results.")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a page is out of step")
     options = parser.parse_args()
-    old = README.read_text(encoding="utf-8")
-    new = rewritten(old, section())
-    if options.check:
-        if new != old:
-            print("README.md is not what benchmarks/results say: run python benchmarks/figures.py", file=sys.stderr)
-        return int(new != old)
-    README.write_text(new, encoding="utf-8")
-    return 0
+    stale = 0
+    for page, text in ((README, section()), (CONFORMANCE, conformance())):
+        old = page.read_text(encoding="utf-8")
+        new = rewritten(old, text)
+        if new == old:
+            continue
+        if options.check:
+            print(f"{page.name} is not what benchmarks/results say: run python benchmarks/figures.py", file=sys.stderr)
+            stale = 1
+        else:
+            page.write_text(new, encoding="utf-8")
+    return stale
 
 
 if __name__ == "__main__":

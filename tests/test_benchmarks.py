@@ -118,9 +118,21 @@ def test_figures_replace_only_what_lies_between_the_markers() -> None:
             figures.rewritten(bad, "new\n")
 
 
-def test_the_readme_is_in_step_with_the_results() -> None:
-    readme = figures.README.read_text(encoding="utf-8")
-    assert readme == figures.rewritten(readme, figures.section())
+def test_the_pages_are_in_step_with_the_results() -> None:
+    for page, text in ((figures.README, figures.section()), (figures.CONFORMANCE, figures.conformance())):
+        assert (old := page.read_text(encoding="utf-8")) == figures.rewritten(old, text), page.name
+
+
+def test_conformance_tables_say_who_decoded_and_why_not(tmp_path: Path) -> None:
+    right = common.summarise("a", "gpupipe", "read_right", [1.0])
+    wrong = common.failed("a", "peer", "read_right", "Error: [/some/where/a.mp4] | has no frames")
+    rows = [right, common.summarise("a", "gpupipe", "by_nvdec", [1.0]), wrong]
+    rows += [common.summarise("all", name, "files_right", [value]) for name, value in (("gpupipe", 1.0), ("peer", 0.0))]
+    common.write_results("conformance", rows, {"gpu": "NVIDIA H200"}, tmp_path)
+    text = figures.conformance(tmp_path)
+    assert "| **all** | 1 of 1 | 0 of 1 |" in text
+    assert "| a | yes, NVDEC | no: Error: [a.mp4] / has no frames |" in text
+    assert figures.section(tmp_path) == "No results are committed yet.\n"
 
 
 def test_committed_results_keep_the_form() -> None:
