@@ -35,6 +35,8 @@ WANTED = 15
 """Frames of each file that are asked for, in random order."""
 NEAR = 8.0
 """Mean difference in brightness, of 255, that another colour conversion stays within."""
+MARGIN = 0.25
+"""By so much a neighbour must be nearer: of pictures that hardly change, the conversion says more than the frame."""
 SECONDS = 90.0
 """What a subject may take for a file."""
 NOT_TO_BE_READ = {"t13_empty.mp4", "t15_audio_only.mp4", "t13_bitflip.mp4"}
@@ -100,7 +102,7 @@ def wrong_rgb(pictures: np.ndarray, truth: Truth) -> str | None:
             return f"pictures of {picture.shape[1]}x{picture.shape[0]} for {expected.shape[1]}x{expected.shape[0]}"
         off = {near: _distance(picture, truth.rgb[near]) for near in (number - 1, number, number + 1) if near in truth.rgb}
         best = min(off, key=lambda near: off[near])
-        if off[best] < off[number]:
+        if off[best] + MARGIN < off[number]:
             return f"frame {best} for {number}"
         if off[number] > NEAR:
             return f"frame {number} is {off[number]:.0f} off in the mean"
