@@ -226,10 +226,13 @@ class DecodeConfig(StageConfig):
 
 
 class JitterConfig(StageConfig):
-    """How many batches are prepared ahead."""
+    """How many batches are prepared ahead, and in which order they come."""
 
     depth: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches in preparation or ready, not yet taken by the consumer."""
+    in_order: bool = True
+    """False: batches come as they are completed, so that a slow video holds up no other batch. What is in each stays the same;
+    their order then depends on timing."""
 
 
 class CacheConfig(StageConfig):

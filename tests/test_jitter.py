@@ -95,6 +95,22 @@ def test_many_producers_and_one_consumer(depth: int) -> None:
     assert most <= depth
 
 
+def test_without_order_a_late_batch_holds_up_no_other() -> None:
+    jitter: JitterBuffer[str] = JitterBuffer(3, Telemetry(), in_order=False)
+    late, second, third = (reserved(jitter) for _ in range(3))
+    jitter.put(third, "third")
+    assert jitter.take() == "third"
+    jitter.put(second, "second")
+    assert jitter.take() == "second"
+    assert [reserved(jitter), reserved(jitter)] == [3, 4], "two were taken"
+    assert jitter.reserve() is None
+    jitter.put(4, "fifth")
+    jitter.put(late, "late")
+    jitter.put(3, "fourth")
+    jitter.finish(5)
+    assert [jitter.take() for _ in range(4)] == ["fifth", "late", "fourth", None]
+
+
 def test_a_full_buffer_has_no_room_until_one_is_taken() -> None:
     told: list[int] = []
     jitter: JitterBuffer[str] = JitterBuffer(2, Telemetry(), on_room=lambda: told.append(jitter.in_flight))

@@ -379,6 +379,31 @@ def test_closing_an_iterator_is_enough(folder: Path) -> None:
             next(iterator)
 
 
+def test_without_order_a_slow_video_holds_up_no_other_batch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with VideoLoader(folder, **{**SMALL, "batch": 1}, shuffle=False) as loader:
+        ordered = {batch.paths[0]: batch.video for batch in loader}
+    slow = min(ordered)
+    original, others_taken = cpu.decode, threading.Event()
+
+    def decode(index: Any, *rest: Any) -> Any:
+        if index.info.path == os.path.abspath(slow):
+            others_taken.wait(20)
+        return original(index, *rest)
+
+    monkeypatch.setattr(cpu, "decode", decode)
+    settings = {**SMALL, "batch": 1, "decode": {"threads": 2}, "jitter": {"depth": 3, "in_order": False}}
+    found = {}
+    with VideoLoader(folder, **settings, shuffle=False) as loader:
+        for batch in loader:
+            found[batch.paths[0]] = batch.video
+            if len(found) == len(ordered) - 1:
+                assert slow not in found
+                others_taken.set()
+    assert list(found)[-1] == slow
+    assert found.keys() == ordered.keys()
+    assert all(torch.equal(found[path], ordered[path]) for path in ordered)
+
+
 def test_close_from_another_thread_wakes_a_waiting_consumer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
     original = prepare.pick_frames

@@ -1,4 +1,7 @@
-"""Jitter buffer: finished batches come in in any order and at any pace, and go out in sequence. It never drops one."""
+"""Jitter buffer: finished batches come in in any order and at any pace, and go out in sequence, unless order does not matter.
+
+It never drops one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class JitterBuffer(Generic[Item]):
 
     A producer reserves the next sequence number before it starts on a batch, of which there is none while ``depth`` batches are
     reserved and not yet taken; it puts the batch under that number when done. The consumer takes batches in the order of their
-    numbers.
+    numbers, or with ``in_order`` False as they come: then a slow one holds up no other.
 
     Args:
         depth: batches in preparation or ready, at most.
@@ -29,8 +32,11 @@ class JitterBuffer(Generic[Item]):
         on_room: called when a batch has been taken, so that there is room for another.
     """
 
-    def __init__(self, depth: int, telemetry: Telemetry, on_room: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, depth: int, telemetry: Telemetry, on_room: Callable[[], None] = lambda: None, *, in_order: bool = True
+    ) -> None:
         self._depth = depth
+        self._in_order = in_order
         self._on_room = on_room
         self._full_since: float | None = None
         self._telemetry = telemetry
@@ -75,7 +81,7 @@ class JitterBuffer(Generic[Item]):
     def put(self, number: int, item: Item) -> None:
         """Hands in the batch of a reserved number; there is always room for it. A closed buffer lets go of it."""
         with self._changed:
-            assert self._taken <= number < self._reserved, (self._taken, number, self._reserved)
+            assert (self._taken if self._in_order else 0) <= number < self._reserved, (self._taken, number, self._reserved)
             assert number not in self._ready, number
             if self._closed:  # nobody will take it
                 return
@@ -97,7 +103,7 @@ class JitterBuffer(Generic[Item]):
             self._changed.notify_all()
 
     def take(self) -> Item | None:
-        """The next batch in sequence, waiting for it; None after the last one.
+        """The next batch, waiting for it; None after the last one.
 
         Raises:
             Closed: when the buffer is closed.
@@ -105,19 +111,28 @@ class JitterBuffer(Generic[Item]):
         """
         start = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: self._taken in self._ready or self._closed or self._taken == self._end)
+            self._changed.wait_for(lambda: self._next is not None or self._closed or self._taken == self._end)
             if self._error is not None:
                 raise self._error
             if self._taken == self._end:  # asked first: of several consumers the one that sees the end closes the buffer
                 return None
             if self._closed:
                 raise Closed
-            item = self._ready.pop(self._taken)
+            number = self._next
+            assert number is not None
+            item = self._ready.pop(number)
             self._taken += 1
             self._changed.notify_all()
         self._telemetry.observe("wait", time.perf_counter() - start)
         self._on_room()
         return item
+
+    @property
+    def _next(self) -> int | None:
+        """The number of the batch that goes out next; None while it is not there."""
+        if self._in_order:
+            return self._taken if self._taken in self._ready else None
+        return next(iter(self._ready), None)
 
     def close(self) -> None:
         """Wakes all who wait and lets go of the batches."""

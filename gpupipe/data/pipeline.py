@@ -156,7 +156,10 @@ class Pipeline:
     def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
         self._job = job
         self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
-            job.config.jitter.depth, job.telemetry, on_room=lambda: self._schedule.room()
+            job.config.jitter.depth,
+            job.telemetry,
+            on_room=lambda: self._schedule.room(),
+            in_order=job.config.jitter.in_order,
         )
         self._stopping = False
         self._owner = os.getpid()
