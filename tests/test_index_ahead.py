@@ -16,6 +16,7 @@ from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.index.fill import fill
 from gpupipe.data.scan import store
 from gpupipe.data.scan.worker import ScanProcess
+from gpupipe.data.stop import Stop
 from gpupipe.errors import OpenError
 
 
@@ -70,6 +71,35 @@ def test_what_lies_ahead_is_indexed_and_bad_files_wait_for_their_turn(videos: li
     assert [index.known(path) for path in videos if path != videos[1]] == [True] * 3
     with pytest.raises(OpenError, match="cannot be opened"):
         index.load(videos[1])
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_the_first_videos_are_indexed_here_and_told_of_together(
+    seconds: float, videos: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    released = threading.Event()
+
+    def watched(identity: Identity, stop: Stop) -> tuple[bytes, str]:
+        made.append(identity.path)
+        assert released.wait(10)
+        return store.make(identity, stop)
+
+    monkeypatch.setattr("gpupipe.data.index.ahead.make", watched)
+    monkeypatch.setattr("gpupipe.data.index.ahead._BEGIN_SECONDS", seconds)
+    ahead = IndexAhead(videos, workers=2, first=3)
+    waiting = threading.Thread(target=ahead.wait_for, args=(videos[0],))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive() or not seconds, "it is told when all three are done"
+    released.set()
+    for path in videos:
+        ahead.wait_for(path)
+        assert path == videos[1] or index.in_memory(path)
+    assert made == (videos[:3] if seconds else [])
+    for thread in (waiting, *ahead.threads):
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_collection_while_room_is_made_does_not_lock_up() -> None:

@@ -165,7 +165,8 @@ class Pipeline:
         self._owner = os.getpid()
         self._streams = _streams(job)
         requests = [request for requests in groups[first_batch:] for request in requests]
-        self._ahead = IndexAhead([job.file_of(job.entries[request.entry]) for request in requests], job.index_workers)
+        paths = [job.file_of(job.entries[request.entry]) for request in requests]
+        self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
         self._schedule: Schedule[_Task, _Visit] = Schedule(
             _tasks(job, groups, epoch, first_batch, self._jitter),
             self._prepare,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 from gpupipe.data import index as indices
+from gpupipe.data.scan.store import make
 from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.data.stop import Stopped
 from gpupipe.errors import GpupipeError
 
 _AHEAD = 256
 """Videos indexed before the one whose turn it is, at most."""
-
-
+_BEGIN_SECONDS = 0.04
+"""How long the first videos are indexed in this process: the others take two to four times as long to get ready."""
 _PATIENCE_SECONDS = 20.0
 """How long a decode thread waits for an index before it makes it itself: a process may never get ready."""
 
@@ -22,26 +27,31 @@ _PATIENCE_SECONDS = 20.0
 class IndexAhead:
     """Loads the indices of videos in the order in which they will be decoded; new ones are made by processes.
 
-    A video that cannot be indexed is left for its turn, when the error finds its place.
+    A video that cannot be indexed is left for its turn, when the error finds its place. The first few are indexed in this
+    process while the others get ready, and told of together: as soon as decode threads are busy, a demux would starve here.
 
     Args:
         paths: videos in decoding order.
         workers: threads, each with a process that it starts when it first needs one; 0 loads nothing ahead.
+        first: videos to index in this process, at most, where PyAV has been imported already.
     """
 
-    def __init__(self, paths: Sequence[str], workers: int) -> None:
+    def __init__(self, paths: Sequence[str], workers: int, first: int = 0) -> None:
         self._paths = list(dict.fromkeys(paths)) if workers else []
         self._place = {path: place for place, path in enumerate(self._paths)}
         # On a lock that may be taken again: garbage collection may call abandon() in a thread that is inside advance().
         self._changed = threading.Condition()
         self._room = _AHEAD
-        self._next_place = 0
+        self._first = min(first, len(self._paths)) if "av" in sys.modules else 0
+        self._next_place = self._first
+        self._left: deque[int] = deque()
+        """Places before the next one that are still to be done."""
         self._done: set[int] = set()
         self._working = workers
         self._stopping = False
         self._processes = [ScanProcess() for _ in range(workers)]
         self.threads = [
-            threading.Thread(target=self._work, args=(process,), name=f"gpupipe-index-{number}", daemon=True)
+            threading.Thread(target=self._work, args=(process, number == 0), name=f"gpupipe-index-{number}", daemon=True)
             for number, process in enumerate(self._processes)
         ]
         try:
@@ -78,14 +88,33 @@ class IndexAhead:
     def _next(self) -> int | None:
         """The next place, once there is room for it; None when there are no more or the work is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._next_place < self._room)
+            self._changed.wait_for(lambda: self._stopping or self._left or self._next_place < self._room)
+            if self._left and not self._stopping:
+                return self._left.popleft()
             if self._stopping or self._next_place >= len(self._paths):
                 return None
             self._next_place += 1
             return self._next_place - 1
 
-    def _work(self, process: ScanProcess) -> None:
+    def _begin(self) -> None:
+        """Indexes the first videos here, for as long as is worth it."""
+        until = time.monotonic() + _BEGIN_SECONDS
+        done = 0
         try:
+            while done < self._first and not self._stopping and time.monotonic() < until:
+                with suppress(GpupipeError, Stopped):
+                    indices.load(self._paths[done], partial(make, stop=lambda: self._stopping))
+                done += 1
+        finally:
+            with self._changed:
+                self._done.update(range(done))
+                self._left.extend(range(done, self._first))
+                self._changed.notify_all()
+
+    def _work(self, process: ScanProcess, is_first: bool) -> None:
+        try:
+            if is_first:
+                self._begin()
             while not process.ended and (place := self._next()) is not None:
                 try:
                     with suppress(GpupipeError, Stopped):
