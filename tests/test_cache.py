@@ -218,20 +218,21 @@ def test_closing_the_loader_frees_the_memory(paths: list[Path]) -> None:
     assert loader.stats()["cache_bytes"] == 0
 
 
-def test_planes_of_another_decoder_serve_only_where_bits_are_the_same(clips: dict[str, Path]) -> None:
+@pytest.mark.parametrize("hardware", ["nvdec", "dali"])
+def test_planes_of_another_decoder_serve_only_where_bits_are_the_same(hardware: str, clips: dict[str, Path]) -> None:
     index = indices.load(str(clips["h264"]))
     plan = make_plan(index, [3, 9])
     planes = cpu.decode(index, plan)
     cache = ClipCache(CPU, "device", 1 << 24, Telemetry())
-    cache.keep(index, plan, "nvdec", planes, None)
-    assert cache.find(index, plan, "nvdec") is not None
+    cache.keep(index, plan, hardware, planes, None)
+    assert cache.find(index, plan, hardware) is not None
     assert cache.find(index, plan, "cpu") is None, "a video that NVDEC gave up stays with software"
-    assert cache.find(index, make_plan(index, [3, 10]), "nvdec") is None
+    assert cache.find(index, make_plan(index, [3, 10]), hardware) is None
     cache.keep(index, plan, "cpu", planes, None)
     assert cache.find(index, plan, "cpu") is not None
     other = ClipCache(CPU, "device", 1 << 24, Telemetry())
     other.keep(index, plan, "cpu", planes, None)
-    found = other.find(index, plan, "nvdec")
+    found = other.find(index, plan, hardware)
     assert found is not None
     assert found.decoder == "cpu"
 

@@ -37,7 +37,7 @@ class KeptClip:
         parts: (N, rows, samples) uint8 or uint16 each, as :attr:`gpupipe.types.Planes.parts` gives them, in memory that is
             never written again.
         format: the layout of a frame.
-        decoder: ``nvdec`` or ``cpu``: who made them.
+        decoder: ``nvdec``, ``dali`` or ``cpu``: who made them.
         ready: what a stream must wait for before it reads them; None on the CPU.
     """
 
@@ -80,10 +80,10 @@ class ClipCache:
         """The planes of a plan, or None.
 
         Args:
-            decoder: the one chosen for the video. What NVDEC may decode, software decodes to the same bits, so its planes do as
-                well. A video that NVDEC has not got, or has given up, takes those of software alone.
+            decoder: the one chosen for the video. What NVDEC or DALI may decode, software decodes to the same bits, so that its
+                planes do as well. A video that NVDEC has not got, or has given up, takes those of software alone.
         """
-        for maker in ("nvdec", "cpu") if decoder == "nvdec" else ("cpu",):
+        for maker in (decoder, "cpu"):
             clip = self._clips.get((index.identity, plan.frames, maker))
             if clip is not None:
                 return clip
