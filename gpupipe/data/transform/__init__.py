@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import kernel, reference
+from gpupipe.data.transform import kernel, reference, resize
 from gpupipe.data.transform import params as drawing
 from gpupipe.data.transform.color import rgb_from_codes
 from gpupipe.data.transform.geometry import Geometry, geometry
@@ -60,6 +60,7 @@ class ClipTransform:
             DeviceError: when it cannot be compiled here.
         """
         kernel.compile_for(1, self.dtype)
+        resize.compile_for(1, self.dtype)
 
     def draw(self, info: VideoInfo, rng: np.random.Generator) -> TransformParams:
         """Draws one clip's crop and flip; generators in equal states give equal parameters."""
@@ -122,7 +123,9 @@ def _run(
         raise GraphError(f"{planes.format.bits}-bit planes must be {word}, not {planes.data.dtype}", path=info.path)
     if planes.data.device != out.device:
         raise GraphError(f"planes are on {planes.data.device}, the clip on {out.device}", path=info.path)
-    if out.is_cuda:
+    if out.is_cuda and resize.serves(sampling):
+        resize.transform([resize.Clip(planes, sampling, color, frame_map, out)])
+    elif out.is_cuda:
         kernel.transform(planes, sampling, color, frame_map, out)
     elif out.device.type == "cpu":
         reference.transform(planes, sampling, color, frame_map, out)
