@@ -275,6 +275,11 @@ class Batch(Mapping[str, "torch.Tensor"]):
         return [clip.path for clip in self.clips]
 
     @property
+    def params(self) -> list[TransformParams]:
+        """What was drawn for each clip."""
+        return [clip.params for clip in self.clips]
+
+    @property
     def video(self) -> torch.Tensor:
         return self._tensors["video"]
 

@@ -41,10 +41,12 @@ class Assembly:
         stream: torch.cuda.Stream | None,
         kinds: Mapping[str, Kind],
         *,
+        memory_format: torch.memory_format = torch.contiguous_format,
         epoch: int,
         index: int,
     ) -> None:
         self._kinds = kinds
+        self._format = memory_format
         self._device = device
         self._stream = stream
         self._epoch = epoch
@@ -54,7 +56,7 @@ class Assembly:
         self._left = size
         self._unusable: list[tuple[int, str]] = []
         with torch.cuda.stream(stream):
-            self.video = torch.empty((size, *clip_shape), dtype=dtype, device=device)
+            self.video = torch.empty((size, *clip_shape), dtype=dtype, device=device, memory_format=memory_format)
             self._slots = self.video.unbind()
             self._allocated = stream.record_event() if stream is not None else None
 
@@ -88,7 +90,7 @@ class Assembly:
             video = self.video
             if len(arrivals) < len(self._arrivals):
                 kept = [slot for slot, arrival in enumerate(self._arrivals) if arrival is not None]
-                video = video[torch.tensor(kept, device=self._device)]
+                video = video[torch.tensor(kept, device=self._device)].contiguous(memory_format=self._format)
             tensors = {"video": video, **numbers}
             complete = self._stream.record_event() if self._stream is not None else None
         text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}

@@ -42,7 +42,7 @@ class VideoLoader:
             columns, or a list of these. A column ``label`` travels with each batch; a column ``start_frame`` fixes where the
             clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
-        transform: crop, size, flip, normalisation, dtype, layout; a :class:`TransformConfig` or a dict of its fields.
+        transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: fixes the order and every random choice.
@@ -63,7 +63,7 @@ class VideoLoader:
         videos: Videos,
         *,
         clip: ClipConfig | dict[str, Any] | None = None,
-        transform: TransformConfig | dict[str, Any] | None = None,
+        transform: TransformConfig | dict[str, Any] | str | None = None,
         batch: BatchConfig | dict[str, Any] | int | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
@@ -80,6 +80,7 @@ class VideoLoader:
         entries = collect(videos, self.config.source)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
+        clips = ClipTransform(self.config.transform, self.config.clip.frames, self.device)
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
         self._batches = batch_count(len(order), self.config)
         if self._batches == 0:
@@ -99,7 +100,7 @@ class VideoLoader:
             entries=entries,
             order=order,
             config=self.config,
-            transform=ClipTransform(self.config.transform, self.config.clip.frames),
+            transform=clips,
             kinds=column_kinds(entries, self.config.columns),
             device=self.device,
             stream=stream,

@@ -187,6 +187,7 @@ class Pipeline:
             job.files,
             lambda prepared: job.kept(prepared) is None,
             job.config.cache.read_ahead,
+            job.config.transform.crops,
         )
         _running.add(self)
         try:
@@ -364,7 +365,7 @@ class Pipeline:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
                 if ahead is None or ahead.index is not index:  # or: the file has changed since
-                    ahead = prepare(job.config.clip, request, entry, index)
+                    ahead = prepare(job.config.clip, request, entry, index, job.config.transform.crops)
                 kept = job.clips.find(index, ahead.plan, choice.decoder) if job.clips is not None else None
                 me.claim()
                 return _Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
@@ -403,7 +404,7 @@ class Pipeline:
         self._crew.me.claim()
         arrivals = []
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
-            params = job.transform.draw(info, clip_generator(task.request, AUGMENT, clip))
+            params = job.transform.draw(info, clip_generator(task.request, AUGMENT, clip), clip)
             first = clip * len(pick.indices)
             frames = visit.plan.frame_map[first : first + len(pick.indices)]
             with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
@@ -446,6 +447,7 @@ def _tasks(
                 job.device,
                 job.stream,
                 job.kinds,
+                memory_format=job.transform.memory_format,
                 epoch=epoch,
                 index=position,
             )
