@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     import torch
 
+    from gpupipe.data.transform.mix import MixParams
     from gpupipe.data.transform.params import TransformParams
 
 Rotation = Literal[0, 90, 180, 270]
@@ -238,8 +239,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
     """A mapping of tensors with one leading dimension B, so that ``model(**batch)`` and trainers can walk it.
 
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
-    ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one; further
-    numeric columns as asked for, int64 or float64.
+    ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one, or (B, classes) float32 where
+    ``mix`` is asked for; further numeric columns as asked for, int64 or float64.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with
@@ -247,6 +248,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         text: columns that are text, as lists of B strings.
         epoch: the epoch that the batch belongs to, from 0.
         index: position of the batch in its epoch, from 0.
+        mix: how the clips were mixed, where they are.
         substituted: paths that could not be used, one for each time that another sample stood in.
     """
 
@@ -258,6 +260,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         text: Mapping[str, list[str]] | None = None,
         epoch: int = 0,
         index: int = 0,
+        mix: MixParams | None = None,
         substituted: tuple[str, ...] = (),
     ) -> None:
         for name, tensor in tensors.items():
@@ -267,6 +270,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         self.text = dict(text or {})
         self.epoch = epoch
         self.index = index
+        self.mix = mix
         self.substituted = substituted
 
     @property
@@ -286,7 +290,15 @@ class Batch(Mapping[str, "torch.Tensor"]):
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
         """This batch with its tensors on another device and its attributes kept."""
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()}
-        return Batch(moved, self.clips, text=self.text, epoch=self.epoch, index=self.index, substituted=self.substituted)
+        return Batch(
+            moved,
+            self.clips,
+            text=self.text,
+            epoch=self.epoch,
+            index=self.index,
+            mix=self.mix,
+            substituted=self.substituted,
+        )
 
     def __getitem__(self, key: str) -> torch.Tensor:
         try:

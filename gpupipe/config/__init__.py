@@ -14,6 +14,7 @@ from gpupipe.config.augment import (
     BlurConfig,
     ColorJitterConfig,
     ErasingConfig,
+    MixConfig,
 )
 from gpupipe.config.presets import PRESETS
 from gpupipe.config.stage import PathLike, StageConfig, names_only, whole_number
@@ -35,6 +36,7 @@ __all__ = [
     "ErasingConfig",
     "JitterConfig",
     "LoaderConfig",
+    "MixConfig",
     "PathLike",
     "SourceConfig",
     "StageConfig",

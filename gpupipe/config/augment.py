@@ -10,6 +10,7 @@ from gpupipe.config.ranges import (
     DegreeRange,
     FactorRange,
     HueRange,
+    NotNegative,
     Positive,
     Share,
     ShearRange,
@@ -117,3 +118,21 @@ class ErasingConfig(StageConfig):
         ascending("scale", self.scale)
         ascending("ratio", self.ratio)
         return self
+
+
+class MixConfig(StageConfig):
+    """MixUp, CutMix and label smoothing on the finished batch: ``batch["label"]`` becomes (B, ``num_classes``) float32.
+
+    Each clip is mixed with the one before it in the batch, as in torchvision. With both alphas given, each batch takes one of
+    the two, by a fair draw."""
+
+    num_classes: Annotated[int, Field(ge=2)]
+    """Classes; labels are whole numbers from 0 to ``num_classes`` - 1."""
+    mixup: NotNegative = 0.0
+    """Alpha of MixUp (Zhang et al., ICLR 2018): shares are drawn from Beta(alpha, alpha). 0: no MixUp."""
+    cutmix: NotNegative = 0.0
+    """Alpha of CutMix (Yun et al., ICCV 2019). 0: no CutMix."""
+    p: Share = 1.0
+    """Probability that a batch is mixed."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of each label spread evenly over all classes (Szegedy et al., CVPR 2016)."""

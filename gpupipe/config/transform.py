@@ -12,6 +12,7 @@ from gpupipe.config.augment import (
     BlurConfig,
     ColorJitterConfig,
     ErasingConfig,
+    MixConfig,
 )
 from gpupipe.config.presets import preset
 from gpupipe.config.ranges import Color, Part, Positive, Ratio, Share, ascending
@@ -84,6 +85,8 @@ class TransformConfig(StageConfig):
     """RandomErasing."""
     draws: Literal["clip", "frame"] = "clip"
     """Whether the frames of a clip share one draw of all that is random above, or each has its own."""
+    mix: MixConfig | None = None
+    """MixUp, CutMix and label smoothing on the finished batch."""
     dtype: Literal["bfloat16", "float16", "float32", "uint8"] = "bfloat16"
     layout: Literal["NCTHW", "NTCHW"] = "NCTHW"
     memory_format: Literal["contiguous_format", "channels_last_3d"] = "contiguous_format"

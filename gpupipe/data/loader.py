@@ -6,14 +6,23 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from gpupipe.config import BatchConfig, CacheConfig, ClipConfig, DecodeConfig, LoaderConfig, PathLike, TransformConfig
+from gpupipe.config import (
+    BatchConfig,
+    CacheConfig,
+    ClipConfig,
+    DecodeConfig,
+    LoaderConfig,
+    MixConfig,
+    PathLike,
+    TransformConfig,
+)
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
 from gpupipe.data.files import OpenFiles
@@ -22,12 +31,13 @@ from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
 from gpupipe.data.source import Videos, collect, column_kinds, start_frame
+from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch
+from gpupipe.types import Batch, Entry
 
 
 class VideoLoader:
@@ -81,6 +91,9 @@ class VideoLoader:
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
         clips = ClipTransform(self.config.transform, self.config.clip.frames, self.device)
+        kinds = column_kinds(entries, self.config.columns)
+        if self.config.transform.mix is not None:
+            _check_labels(entries, kinds, self.config.transform.mix)
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
         self._batches = batch_count(len(order), self.config)
         if self._batches == 0:
@@ -101,7 +114,7 @@ class VideoLoader:
             order=order,
             config=self.config,
             transform=clips,
-            kinds=column_kinds(entries, self.config.columns),
+            kinds=kinds,
             device=self.device,
             stream=stream,
             engines=engines,
@@ -269,6 +282,18 @@ def _forked() -> ClosedError:
         "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
         fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
     )
+
+
+def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
+    """Raises ConfigError unless every video has a label that ``mix`` knows."""
+    if kinds.get("label") != "int":
+        raise ConfigError("transform.mix needs a label for each video, a whole number", fix="see Labels in the README")
+    for entry in entries:
+        if not 0 <= int(entry.columns["label"]) < mix.num_classes:
+            raise ConfigError(
+                f"{entry.path} has the label {entry.columns['label']}, transform.mix.num_classes is {mix.num_classes}",
+                fix="labels go from 0 to num_classes - 1",
+            )
 
 
 def _place(config: LoaderConfig) -> tuple[int, int]:

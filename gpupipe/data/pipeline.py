@@ -448,6 +448,7 @@ def _tasks(
                 job.stream,
                 job.kinds,
                 memory_format=job.transform.memory_format,
+                mix=job.config.transform.mix,
                 epoch=epoch,
                 index=position,
             )
