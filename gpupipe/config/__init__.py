@@ -17,6 +17,7 @@ from gpupipe.config.augment import (
     MixConfig,
 )
 from gpupipe.config.presets import PRESETS
+from gpupipe.config.ranges import Share, SpeedRange, ascending
 from gpupipe.config.stage import PathLike, StageConfig, names_only, whole_number
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
@@ -73,6 +74,11 @@ class ClipConfig(StageConfig):
     Networks, ECCV 2016)."""
     clips_per_video: Annotated[int, Field(ge=1, le=256)] = 1
     """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
+    speed: SpeedRange = (1.0, 1.0)
+    """TimeWarp: how many times as fast the clip runs, drawn uniformly from (low, high); one number fixes it. The distance
+    between frames, by ``stride`` or ``fps``, is multiplied by it; frames are picked, not blended."""
+    reverse: Share = 0.0
+    """ReverseTime: the probability that the clip runs backwards."""
     pad: Literal["repeat-last", "loop", "error"] = "repeat-last"
     """What stands in for frames past the end of a short video; ``mask`` is False there."""
 
@@ -82,6 +88,9 @@ class ClipConfig(StageConfig):
             raise ValueError("give stride or fps, not both")
         if self.sampling in ("uniform", "stratified") and (self.fps is not None or self.stride != 1):
             raise ValueError(f"sampling={self.sampling!r} spans the whole video, so stride and fps do not apply")
+        ascending("speed", self.speed)
+        if self.sampling in ("uniform", "stratified") and self.speed != (1.0, 1.0):
+            raise ValueError(f"sampling={self.sampling!r} spans the whole video, so speed does not apply")
         return self
 
 

@@ -69,6 +69,9 @@ Shear = Annotated[float, Field(gt=-90, lt=90)]
 ShearRange = Annotated[tuple[Shear, Shear, Shear, Shear], BeforeValidator(_shears)]
 """Ranges of the shears along x and y in degrees, (low x, high x, low y, high y)."""
 SigmaRange = Annotated[tuple[Positive, Positive], BeforeValidator(_twice)]
+SpeedRange = Annotated[
+    tuple[Annotated[float, Field(ge=1 / 64, le=64)], Annotated[float, Field(ge=1 / 64, le=64)]], BeforeValidator(_twice)
+]
 Color = Annotated[tuple[Share, Share, Share], BeforeValidator(_three_times)]
 """R, G and B in [0, 1]; one number means a grey."""
 Values = Annotated[tuple[float, float, float], BeforeValidator(_three_times)]

@@ -19,6 +19,8 @@ def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator,
         SampleError: when the video is too short and ``config.pad`` is ``error``, or ``start_frame`` is not one of its frames.
     """
     frames = index.info.frames
+    low, high = config.speed
+    speed = float(rng.uniform(low, high)) if low < high else low
     if start_frame is not None:
         if not 0 <= start_frame < frames:
             raise SampleError(
@@ -26,21 +28,23 @@ def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator,
                 fix="correct the row",
                 path=index.info.path,
             )
-        real = _run(config, index, start_frame)
+        real = _run(config, index, start_frame, speed)
     elif config.sampling in ("uniform", "stratified"):
         real = _segments(config, frames, rng)
     else:
-        real = _run(config, index, _random_start(config, index, rng))
+        real = _run(config, index, _random_start(config, index, rng, speed), speed)
+    if config.reverse and rng.random() < config.reverse:
+        real.reverse()
     return _pad(config, index, real)
 
 
-def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generator) -> int:
+def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generator, speed: float) -> int:
     """A random first frame among those from which the whole clip fits; 0 when it fits nowhere."""
     frames = index.info.frames
     if config.fps is None:
-        last = frames - 1 - (config.frames - 1) * config.stride
+        last = frames - 1 - round((config.frames - 1) * config.stride * speed)
     else:
-        end = index.seconds[-1] - (config.frames - 1) / config.fps
+        end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
         last = int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
     if config.sampling != "keyframe":
         return int(rng.integers(last + 1)) if last >= 0 else 0
@@ -49,11 +53,12 @@ def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generato
     return int(rng.choice(fitting)) if len(fitting) else int(starts[0]) if len(starts) else 0
 
 
-def _run(config: ClipConfig, index: VideoIndex, start: int) -> list[int]:
+def _run(config: ClipConfig, index: VideoIndex, start: int, speed: float) -> list[int]:
     """Frames from ``start`` on by stride or by time, as many as the video has."""
     if config.fps is None:
-        return list(range(start, index.info.frames, config.stride))[: config.frames]
-    times = index.seconds[start] + np.arange(config.frames) / config.fps
+        places = [start + round(k * config.stride * speed) for k in range(config.frames)]
+        return [place for place in places if place < index.info.frames]
+    times = index.seconds[start] + np.arange(config.frames) * speed / config.fps
     end = index.info.start_seconds + index.info.duration_seconds
     return [index.at(time) for time in times if time < end - 1e-6 or time == times[0]]
 
