@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from gpupipe.data.transform.mix import MixParams
@@ -43,7 +44,8 @@ class VideoInfo:
     rotation: Rotation = 0
     """Degrees clockwise by which a stored frame is turned for display."""
     bit_depth: int = 8
-    color_matrix: Literal["bt601", "bt709", "bt2020"] | None = None
+    color_matrix: Literal["bt601", "bt709", "bt2020", "rgb"] | None = None
+    """``rgb``: the planes are G, B and R."""
     color_range: Literal["limited", "full"] | None = None
     transfer: str | None = None
     """FFmpeg's name of the transfer characteristics: ``bt709``, ``smpte2084`` (PQ), ``arib-std-b67`` (HLG) …"""
@@ -233,6 +235,26 @@ class ClipRecord:
     """``nvdec``, ``dali`` or ``cpu``."""
     clip: int = 0
     """Number of the clip among those of its request."""
+
+
+@dataclass(slots=True)
+class Clip:
+    """What a user's own transform is given: one clip on its way into a batch.
+
+    Attributes:
+        video: its frames; before gpupipe's transform (T, 3, H, W) uint8 RGB as displayed, after it the clip as the batch will
+            have it. On the loader's device; on CUDA on the stream that is current in the call.
+        info: facts of the video.
+        pick: which frames of it these are.
+        rng: for random choices that a run repeats: keyed by (seed, epoch, sample, clip), for each of the two places apart.
+        params: what gpupipe's transform drew; None before it.
+    """
+
+    video: torch.Tensor
+    info: VideoInfo
+    pick: FramePick
+    rng: np.random.Generator
+    params: TransformParams | None = None
 
 
 class Batch(Mapping[str, "torch.Tensor"]):

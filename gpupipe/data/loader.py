@@ -33,6 +33,7 @@ from gpupipe.data.pipeline import Job, Pipeline
 from gpupipe.data.source import Videos, collect, column_kinds, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
@@ -56,6 +57,8 @@ class VideoLoader:
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: fixes the order and every random choice.
+        before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
+            gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a model takes the whole stage's place.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
@@ -77,6 +80,8 @@ class VideoLoader:
         batch: BatchConfig | dict[str, Any] | int | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
+        before: UserTransform | None = None,
+        after: UserTransform | None = None,
         config: LoaderConfig | dict[str, Any] | PathLike | None = None,
         **fields: Any,
     ) -> None:
@@ -114,6 +119,7 @@ class VideoLoader:
             order=order,
             config=self.config,
             transform=clips,
+            custom=_custom(before, after),
             kinds=kinds,
             device=self.device,
             stream=stream,
@@ -282,6 +288,13 @@ def _forked() -> ClosedError:
         "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
         fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
     )
+
+
+def _custom(before: UserTransform | None, after: UserTransform | None) -> Custom:
+    for name, function in (("before", before), ("after", after)):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name}={function!r} cannot be called", fix="give a function of a Clip")
+    return Custom(before, after)
 
 
 def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpupipe.types import ClipRequest
 
-_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX = range(5)
+_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX, BEFORE, AFTER = range(7)
 """Independent streams of random numbers, one a purpose."""
 
 

@@ -30,6 +30,7 @@ from gpupipe.data.scan.store import make
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.telemetry import Telemetry
@@ -68,6 +69,7 @@ class Job:
     """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
     index_workers: int
     telemetry: Telemetry
+    custom: Custom = NO_CUSTOM
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""
     files: OpenFiles = UNKEPT
@@ -404,13 +406,16 @@ class Pipeline:
         self._crew.me.claim()
         arrivals = []
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
-            params = job.transform.draw(info, clip_generator(task.request, AUGMENT, clip), clip)
             first = clip * len(pick.indices)
             frames = visit.plan.frame_map[first : first + len(pick.indices)]
             with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
-                job.transform.apply(planes, info, params, frames, task.assembly.slot(slot, engine.stream))
+                out = task.assembly.slot(slot, engine.stream)
+                source = job.custom.prepare(planes, info, frames, pick, task.request, clip)
+                params = job.transform.draw(source[1], clip_generator(task.request, AUGMENT, clip), clip)
+                record = ClipRecord(visit.entry.path, task.request, pick, params, maker, clip)
+                job.transform.apply(source[0], source[1], params, source[2], out)
+                job.custom.finish(out, info, record, job.transform)
                 done = engine.stream.record_event() if engine.stream is not None else None
-            record = ClipRecord(visit.entry.path, task.request, pick, params, maker, clip)
             arrivals.append(Arrival(record, visit.index.seconds_of(pick.indices), visit.entry.columns, done))
         job.telemetry.count("clips", len(arrivals))
         job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))
