@@ -214,13 +214,23 @@ class FramePick:
     Attributes:
         indices: T display positions, repeats and any order allowed.
         mask: T flags, False where padding stands in for a frame that the video does not have.
+        blend: T shares, 0 to 1, that the following frame of the video has in each; none where nothing is blended.
     """
 
     indices: tuple[int, ...]
     mask: tuple[bool, ...]
+    blend: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.indices) == len(self.mask) > 0
+        assert len(self.blend) in (0, len(self.indices))
+
+    @property
+    def decoded(self) -> tuple[int, ...]:
+        """All positions to decode: ``indices``, and where frames are blended the following ones behind them (2 T)."""
+        if not self.blend:
+            return self.indices
+        return self.indices + tuple(k + (share > 0) for k, share in zip(self.indices, self.blend, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

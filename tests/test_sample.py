@@ -223,3 +223,26 @@ def test_a_speed_of_one_draws_as_before() -> None:
 def test_speeds_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ClipConfig(**fields)
+
+
+def test_blended_places_lie_where_the_time_does() -> None:
+    found = pick(made_index(40), frames=4, stride=1, speed=0.5, blend=True, start_frame=3)
+    assert (found.indices, found.blend) == ((3, 3, 4, 4), (0, 0.5, 0, 0.5))
+    assert found.decoded == (3, 3, 4, 4, 3, 4, 4, 5)
+    index = made_index(40, fps=30)
+    assert index.seconds_shown(found) == pytest.approx([3 / 30, 3.5 / 30, 4 / 30, 4.5 / 30])
+    by_time = pick(index, frames=4, fps=20, blend=True, start_frame=3)
+    assert by_time.indices == (3, 4, 6, 7)
+    assert by_time.blend == pytest.approx((0, 0.5, 0, 0.5), abs=1e-6)
+    assert pick(index, frames=4, stride=2, blend=True).blend == (), "nothing lies between two frames"
+
+
+@settings(deadline=None, max_examples=100)
+@given(count=st.integers(1, 30), seed=st.integers(0, 2**32), fps=st.sampled_from([None, 7.0, 24.0, 60.0]))
+def test_blends_stay_within_the_video(count: int, seed: int, fps: float | None) -> None:
+    found = pick(made_index(count), seed, frames=6, fps=fps, speed=(0.3, 3), blend=True, reverse=0.5)
+    assert all(0 <= k < count for k in found.decoded)
+    assert all(0 <= share < 1 for share in found.blend)
+    if fps is None and all(found.mask) and found.blend:
+        places = np.add(found.indices, found.blend)
+        assert np.ptp(np.diff(places)) < 1e-9

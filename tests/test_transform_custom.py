@@ -57,10 +57,22 @@ def test_deep_video_comes_in_eight_bits() -> None:
     info, planes = make_info(20, 14), make_planes(make_format(20, 14, bits=10), 4)
     seen: list[Clip] = []
     pick, request = FramePick((7, 3, 7), (True,) * 3), ClipRequest(0, 0, 0, 0)
-    made, plain, frames = Custom(before=seen.append).prepare(planes, info, [3, 1, 3], pick, request, 0)
+    made, plain, frames, _ = Custom(before=seen.append).prepare(planes, info, [3, 1, 3], pick, request, 0)
     assert torch.equal(seen[0].video, to_rgb(planes, info)[[3, 1, 3]])
     assert torch.equal(to_rgb(made, plain)[list(frames)], seen[0].video)
-    assert Custom().prepare(planes, info, [3, 1, 3], pick, request, 0) == (planes, info, [3, 1, 3])
+    assert Custom().prepare(planes, info, [3, 1, 3], pick, request, 0) == (planes, info, [3, 1, 3], ())
+
+
+def test_blended_frames_are_seen_blended() -> None:
+    info, planes = make_info(20, 14), make_planes(make_format(20, 14), 3)
+    seen: list[Clip] = []
+    pick = FramePick((0, 1), (True, True), (0.25, 0.0))
+    source = Custom(before=seen.append).prepare(planes, info, [0, 1, 1, 1], pick, ClipRequest(0, 0, 0, 0), 0)
+    rgb = to_rgb(planes, info).float()
+    assert float((seen[0].video[0] - (0.75 * rgb[0] + 0.25 * rgb[1])).abs().max()) <= 0.5
+    assert torch.equal(seen[0].video[1].float(), rgb[1])
+    assert source.blend == ()
+    assert list(source.frame_map) == [0, 1]
 
 
 @pytest.mark.parametrize("size", [(5, 7), (16, 512), (31, 513)])

@@ -16,7 +16,7 @@ from gpupipe.config import PRESETS, ClipConfig, LoaderConfig, TransformConfig
 from gpupipe.data.transform import ClipTransform, TransformParams
 from gpupipe.data.transform.draw import draw
 from gpupipe.data.transform.params import ColorOp, whole
-from gpupipe.errors import ConfigError
+from gpupipe.errors import ConfigError, GraphError
 from gpupipe.types import Planes, VideoInfo
 
 INFO = make_info(80, 60, color_matrix="bt709")
@@ -246,3 +246,40 @@ def test_fill_colours_what_a_turn_brings_in() -> None:
     clip = run(config, _flat(INFO), INFO, params, [0])[:, 0]
     assert clip[:, 0, 0].tolist() == [1, 0, 0]
     assert clip[:, 15, 20].tolist() == pytest.approx([112 / 219] * 3, abs=1e-5)
+
+
+@pytest.mark.parametrize("draws", ["clip", "frame"])
+@pytest.mark.parametrize("extra", [{}, {"color_jitter": {"contrast": 0.9, "hue": 0.2}, "affine": {"degrees": 20}}])
+def test_blended_frames_are_mixed_before_the_clamp_and_the_colours(draws: Any, extra: dict[str, Any]) -> None:
+    """As if the decoder had given frames that are mixed: the samples' mean, for codes whose mean is one."""
+    even = Planes(PLANES.data // 2 * 2, PLANES.format)
+    mixed = Planes(((even.data[:1].int() + even.data[1:2].int()) // 2).to(torch.uint8), PLANES.format)
+    config = TransformConfig(size=(20, 30), draws=draws, **PLAIN | extra)
+    transform = ClipTransform(config, 2)
+    params = transform.draw(INFO, np.random.default_rng(3))
+    ours, expected = torch.empty(transform.clip_shape), torch.empty(transform.clip_shape)
+    transform.apply(even, INFO, params, [0, 1, 1, 2], ours, [0.5, 0.0])
+    transform.apply(Planes(torch.cat([mixed.data, even.data[1:2]]), even.format), INFO, params, [0, 1], expected)
+    assert float((ours - expected).abs().max()) < 1e-4
+    with pytest.raises(GraphError, match="blend has 1 shares"):
+        transform.apply(even, INFO, params, [0, 1, 1, 2], ours, [0.5])
+    with pytest.raises(GraphError, match="names 2 frames"):
+        transform.apply(even, INFO, params, [0, 1], ours, [0.5, 0.5])
+
+
+def test_a_loader_blends(clips: dict[str, Path]) -> None:
+    def load(**clip: Any) -> Any:
+        with VideoLoader(
+            [{"path": str(clips["h264"]), "start_frame": 4}], clip={"frames": 4} | clip, batch=1, device="cpu",
+            transform={"size": 32, "crop": "none", "hflip": 0, "clamp": False, "dtype": "float32"},
+        ) as loader:  # fmt: skip
+            return next(iter(loader))
+
+    slow, plain = load(speed=0.5, blend=True), load()
+    video, frames = slow.video[0], plain.video[0]
+    assert torch.equal(video[:, 0], frames[:, 0])
+    assert float((video[:, 1] - (frames[:, 0] + frames[:, 1]) / 2).abs().max()) < 1e-5
+    a, b, c, _ = plain["pts_seconds"][0].tolist()
+    assert slow["pts_seconds"][0].tolist() == pytest.approx([a, (a + b) / 2, b, (b + c) / 2])
+    picked = load(speed=0.5, blend=True, frames=3)
+    assert torch.equal(picked.video[0, :, 2], frames[:, 1])

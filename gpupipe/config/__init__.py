@@ -76,7 +76,10 @@ class ClipConfig(StageConfig):
     """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
     speed: SpeedRange = (1.0, 1.0)
     """TimeWarp: how many times as fast the clip runs, drawn uniformly from (low, high); one number fixes it. The distance
-    between frames, by ``stride`` or ``fps``, is multiplied by it; frames are picked, not blended."""
+    between frames, by ``stride`` or ``fps``, is multiplied by it."""
+    blend: bool = False
+    """What is shown at a time between two frames, as ``speed`` and ``fps`` make them: True: both, blended linearly by time;
+    False: one of them, the nearest for ``stride``, the one on show for ``fps``."""
     reverse: Share = 0.0
     """ReverseTime: the probability that the clip runs backwards."""
     pad: Literal["repeat-last", "loop", "error"] = "repeat-last"

@@ -405,23 +405,24 @@ class Pipeline:
             planes, maker = engine.run(decoder, visit.index, visit.plan, self._give_up), decoder
         self._crew.me.claim()
         arrivals = []
+        first = 0
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
-            first = clip * len(pick.indices)
-            frames = visit.plan.frame_map[first : first + len(pick.indices)]
+            frames = visit.plan.frame_map[first : first + len(pick.decoded)]
+            first += len(pick.decoded)
             with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
                 out = task.assembly.slot(slot, engine.stream)
                 source = job.custom.prepare(planes, info, frames, pick, task.request, clip)
-                params = job.transform.draw(source[1], clip_generator(task.request, AUGMENT, clip), clip)
+                params = job.transform.draw(source.info, clip_generator(task.request, AUGMENT, clip), clip)
                 record = ClipRecord(visit.entry.path, task.request, pick, params, maker, clip)
-                job.transform.apply(source[0], source[1], params, source[2], out)
+                job.transform.apply(source.planes, source.info, params, source.frame_map, out, source.blend)
                 job.custom.finish(out, info, record, job.transform)
                 done = engine.stream.record_event() if engine.stream is not None else None
-            arrivals.append(Arrival(record, visit.index.seconds_of(pick.indices), visit.entry.columns, done))
+            arrivals.append(Arrival(record, visit.index.seconds_shown(pick), visit.entry.columns, done))
         job.telemetry.count("clips", len(arrivals))
         job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))
         if job.clips is not None and not visit.decoded:
             job.telemetry.count("cache_misses", len(arrivals))
-        job.telemetry.count("frames_used", sum(len(set(pick.indices)) for pick in visit.picks))
+        job.telemetry.count("frames_used", sum(len(set(pick.decoded)) for pick in visit.picks))
         return planes, arrivals
 
     def _arrived(self, task: _Task, arrivals: list[Arrival] | None) -> None:

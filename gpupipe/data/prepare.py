@@ -42,7 +42,7 @@ def prepare(clip: ClipConfig, request: ClipRequest, entry: Entry, index: VideoIn
     """
     draws = [clip_generator(request, FRAMES, number // crops) for number in range(clip.clips_per_video)]
     picks = [pick_frames(clip, index, draw, start_frame(entry)) for draw in draws]
-    return Prepared(index, picks, make_plan(index, [frame for pick in picks for frame in pick.indices]))
+    return Prepared(index, picks, make_plan(index, [frame for pick in picks for frame in pick.decoded]))
 
 
 class ReadAhead:

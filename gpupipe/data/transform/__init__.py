@@ -87,7 +87,13 @@ class ClipTransform:
         return drawing.draw_clip(self.config, info.display_size, rng, self.frames, view=clip % self.config.crops)
 
     def apply(
-        self, planes: Planes, info: VideoInfo, params: TransformParams, frame_map: Sequence[int], out: torch.Tensor
+        self,
+        planes: Planes,
+        info: VideoInfo,
+        params: TransformParams,
+        frame_map: Sequence[int],
+        out: torch.Tensor,
+        blend: Sequence[float] = (),
     ) -> None:
         """Writes one clip into ``out``, on ``out``'s device; on CUDA on the current stream.
 
@@ -95,8 +101,9 @@ class ClipTransform:
             planes: decoded frames of the video, on ``out``'s device.
             info: the video's size, rotation and colour.
             params: what :meth:`draw` gave, now or in another run.
-            frame_map: T positions into ``planes``, repeats and any order allowed.
+            frame_map: T positions into ``planes``, repeats and any order allowed; with ``blend`` 2 T.
             out: a slot of the batch, ``clip_shape`` of ``dtype`` (float64 is computed in float64); every element is written.
+            blend: T shares, 0 to 1, of the second T positions in what the first T show; none: nothing is blended.
 
         Raises:
             GraphError: when ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
@@ -106,7 +113,9 @@ class ClipTransform:
                 f"the transform makes {self.dtype} clips of shape {self.clip_shape}, out is {out.dtype} {tuple(out.shape)}",
                 path=info.path,
             )
-        if len(frame_map) != self.frames:
+        if len(blend) not in (0, self.frames):
+            raise GraphError(f"blend has {len(blend)} shares, the clip has {self.frames} frames", path=info.path)
+        if len(frame_map) != self.frames * (2 if blend else 1):
             raise GraphError(f"frame_map names {len(frame_map)} frames, the clip has {self.frames}", path=info.path)
         if params.frames and len(params.frames) != self.frames:
             raise GraphError(f"params are of {len(params.frames)} frames, the clip has {self.frames}", path=info.path)
@@ -118,9 +127,9 @@ class ClipTransform:
         clip = out.transpose(0, 1) if self.config.layout == "NCTHW" else out
         with torch.no_grad(), torch.autocast(device_type=out.device.type, enabled=False):
             if not params.frames:
-                self._make(planes, info, params, frame_map, clip)
+                self._make(planes, info, params, frame_map, clip, blend)
             for t, each in enumerate(params.frames):
-                self._make(planes, info, each, frame_map[t : t + 1], clip[t : t + 1])
+                self._make(planes, info, each, frame_map[t :: self.frames], clip[t : t + 1], blend[t : t + 1])
 
     def masks(self, values: torch.Tensor, params: TransformParams, *, fill: float = 0) -> torch.Tensor:
         """Masks of the displayed frames, (..., H, W) of any dtype, as the clip shows them: see :func:`targets.masks`."""
@@ -139,16 +148,28 @@ class ClipTransform:
         return targets.flow(values, params, self.config.size)
 
     def _make(
-        self, planes: Planes, info: VideoInfo, params: TransformParams, frame_map: Sequence[int], out: torch.Tensor
+        self,
+        planes: Planes,
+        info: VideoInfo,
+        params: TransformParams,
+        frame_map: Sequence[int],
+        out: torch.Tensor,
+        blend: Sequence[float],
     ) -> None:
         """``out`` is (T, 3, H, W) of any strides."""
         config = self.config
         picture = Picture(planes, info, config.untagged_matrix, config.untagged_range, config.interpolation, config.antialias)
         folded, ops = (np.eye(CHANNELS), params.color) if config.clamp else fold(params.color)
-        if ops or params.blur:
+        if ops or params.blur or blend:
             dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
             rgb = torch.empty(out.shape, dtype=dtype, device=out.device)
-            picture.write(params, frame_map, rgb, folded, config.fill, UNIT, clamp=config.clamp)
+            clamp = config.clamp and not blend
+            picture.write(params, frame_map[: len(rgb)], rgb, folded, config.fill, UNIT, clamp=clamp)
+            if blend:
+                following = torch.empty_like(rgb)
+                picture.write(params, frame_map[len(rgb) :], following, folded, config.fill, UNIT, clamp=False)
+                rgb.lerp_(following, torch.tensor(blend, dtype=dtype, device=out.device).view(-1, 1, 1, 1))
+                rgb = rgb.clamp_(0, 1) if config.clamp else rgb
             rgb = adjust(rgb, ops, clamp=config.clamp)
             if params.blur and config.blur is not None:
                 rgb = blur(rgb, config.blur.kernel_size, params.blur)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,15 @@ from gpupipe.types import Clip, ClipRecord, ClipRequest, FramePick, PlaneFormat,
 
 UserTransform = Callable[[Clip], "Clip | torch.Tensor | None"]
 """Gives the new pixels, or the clip that holds them, or None when it has changed ``clip.video`` in place."""
+
+
+class Source(NamedTuple):
+    """What a clip is made of: as :meth:`ClipTransform.apply` wants it."""
+
+    planes: Planes
+    info: VideoInfo
+    frame_map: Sequence[int]
+    blend: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +44,17 @@ class Custom:
 
     def prepare(
         self, planes: Planes, info: VideoInfo, frame_map: Sequence[int], pick: FramePick, request: ClipRequest, number: int
-    ) -> tuple[Planes, VideoInfo, Sequence[int]]:
+    ) -> Source:
         """The frames of clip ``number`` of a request, changed by ``before``.
 
         Returns:
-            Planes, what they are, and where each frame of the clip is in them; what was given where there is no ``before``.
+            What was given, where there is no ``before``.
 
         Raises:
             GraphError: when ``before`` gives something that is no frames.
         """
         if self.before is None:
-            return planes, info, frame_map
+            return Source(planes, info, frame_map, pick.blend)
         frames = sorted(set(frame_map))
         words = (
             planes.data if planes.format.sample_bytes == 1 else planes.data.view(torch.int16)
@@ -52,16 +62,20 @@ class Custom:
         picked = Planes(words[torch.tensor(frames, device=words.device)].view(planes.data.dtype), planes.format)
         rgb = to_rgb(picked, info)
         rgb = rgb[torch.tensor([frames.index(f) for f in frame_map], device=rgb.device)]
+        if pick.blend:
+            now, following = rgb.float().chunk(2)
+            shares = torch.tensor(pick.blend, dtype=torch.float32, device=rgb.device).view(-1, 1, 1, 1)
+            rgb = now.lerp_(following, shares).round_().to(torch.uint8)
         video = self._call("before", self.before, Clip(rgb, info, pick, clip_generator(request, BEFORE, number)))
         if video.ndim != 4 or video.shape[:2] != rgb.shape[:2] or 0 in video.shape:
-            raise GraphError(f"before= gave {tuple(video.shape)}, not ({len(frame_map)}, 3, H, W)", path=info.path)
+            raise GraphError(f"before= gave {tuple(video.shape)}, not ({len(rgb)}, 3, H, W)", path=info.path)
         if video.device != rgb.device:
             raise GraphError(f"before= gave frames on {video.device}, not on {rgb.device}", path=info.path)
         if video.is_floating_point():
             video = (video.clamp(0, 1) * 255).round_()
         elif video.dtype != torch.uint8:
             raise GraphError(f"before= gave {video.dtype}, not uint8 or a floating-point type", path=info.path)
-        return (*_as_planes(video, info), range(len(video)))
+        return Source(*_as_planes(video, info), range(len(video)))
 
     def finish(self, slot: torch.Tensor, info: VideoInfo, record: ClipRecord, transform: ClipTransform) -> None:
         """Changes a finished clip in its slot by ``after``.
