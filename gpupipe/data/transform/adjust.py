@@ -2,6 +2,7 @@
 
 Statistics (contrast's mean, autocontrast's extremes, equalise's histogram) are those of each frame. With ``clamp`` every step
 keeps RGB within [0, 1] as torchvision's does; without, brightness, contrast, saturation, hue and sharpness may leave it.
+Products and convolutions are written out as sums: on CUDA torch may do its own in TF32, which has 10 bits.
 """
 
 from __future__ import annotations
@@ -50,19 +51,19 @@ def adjust(rgb: torch.Tensor, ops: Sequence[ColorOp], *, clamp: bool = True) -> 
         if matrix is None:
             rgb = _STEPS[op.name](rgb, op.value)
         else:
-            weights = torch.from_numpy(matrix).to(dtype=rgb.dtype, device=rgb.device)
-            rgb = torch.einsum("rc,tchw->trhw", weights, rgb)
+            rgb = torch.stack([_weighted(rgb, row) for row in matrix.tolist()], 1)
         rgb = rgb.clamp_(0, 1) if clamp else rgb
     return rgb
 
 
-def _grey(rgb: torch.Tensor) -> torch.Tensor:
+def _weighted(rgb: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """(T, H, W): the channels' sum with these weights."""
     red, green, blue = rgb.unbind(1)
-    return (GREY[0] * red + GREY[1] * green + GREY[2] * blue).unsqueeze(1)
+    return weights[0] * red + weights[1] * green + weights[2] * blue
 
 
 def _contrast(rgb: torch.Tensor, factor: float) -> torch.Tensor:
-    mean = _grey(rgb).mean(dim=(1, 2, 3), keepdim=True)
+    mean = _weighted(rgb, GREY).mean(dim=(1, 2)).view(-1, 1, 1, 1)
     return rgb * factor + mean * (1 - factor)
 
 
@@ -89,11 +90,10 @@ def _sharpness(rgb: torch.Tensor, factor: float) -> torch.Tensor:
     """Away from, or towards, the mean of the 3x3 neighbourhood with the centre counted five times; edge pixels stay."""
     if min(rgb.shape[-2:]) <= 2:
         return rgb
-    kernel = torch.full((3, 1, 3, 3), 1 / 13, dtype=rgb.dtype, device=rgb.device)
-    kernel[:, :, 1, 1] = 5 / 13
-    smooth = torch.nn.functional.conv2d(rgb, kernel, groups=3)
+    inner = rgb[..., 1:-1, 1:-1]
+    smooth = (_slide(_slide(rgb, [1, 1, 1], 2), [1, 1, 1], 3) + 4 * inner) / 13
     out = rgb.clone()
-    out[..., 1:-1, 1:-1] = rgb[..., 1:-1, 1:-1] * factor + smooth * (1 - factor)
+    out[..., 1:-1, 1:-1] = inner * factor + smooth * (1 - factor)
     return out
 
 
@@ -143,9 +143,16 @@ def blur(rgb: torch.Tensor, kernel_size: int, sigma: float) -> torch.Tensor:
     """Gaussian blur of (T, 3, H, W) along both axes, the picture mirrored at its edges; ``kernel_size`` odd, its half below H
     and W."""
     half = kernel_size // 2
-    at = torch.arange(-half, half + 1, dtype=rgb.dtype, device=rgb.device)
-    weights = torch.exp(-0.5 * (at / sigma) ** 2)
-    weights = (weights / weights.sum()).expand(3, 1, -1)
+    weights = np.exp(-0.5 * (np.arange(-half, half + 1) / sigma) ** 2)
+    taps = (weights / weights.sum()).tolist()
     padded = torch.nn.functional.pad(rgb, [half] * 4, mode="reflect")
-    down = torch.nn.functional.conv2d(padded, weights.unsqueeze(3), groups=3)
-    return torch.nn.functional.conv2d(down, weights.unsqueeze(2), groups=3)
+    return _slide(_slide(padded, taps, 2), taps, 3)
+
+
+def _slide(values: torch.Tensor, taps: Sequence[float], axis: int) -> torch.Tensor:
+    """The sum of neighbours along an axis with these weights, where all of them are there."""
+    length = values.shape[axis] - len(taps) + 1
+    total = values.narrow(axis, 0, length) * taps[0]
+    for k, weight in enumerate(taps[1:], 1):
+        total.add_(values.narrow(axis, k, length), alpha=weight)
+    return total

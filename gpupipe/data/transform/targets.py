@@ -47,8 +47,7 @@ def points(values: torch.Tensor, params: TransformParams, size: Size) -> torch.T
     """(..., 2) floating-point places (x, y) in the frame to places in the output; those cut off lie outside of it."""
 
     def move(values: torch.Tensor, each: TransformParams) -> torch.Tensor:
-        inverse = torch.from_numpy(np.linalg.inv(each.matrix(size))[:2]).to(values)
-        return values @ inverse[:, :2].T + inverse[:, 2]
+        return _transformed(values, np.linalg.inv(each.matrix(size)).astype(np.float64), -1)
 
     return _each(values, params, move)
 
@@ -79,13 +78,20 @@ def flow(values: torch.Tensor, params: TransformParams, size: Size) -> torch.Ten
         height, width = _frame(values, each)
         top, left, height, width = each.bounds if each.affine is None else (0, 0, height, width)
         place = each.matrix(size)
-        linear = torch.from_numpy(np.linalg.inv(place[:2, :2])).to(values)
+        turn = np.eye(3)
+        turn[:2, :2] = np.linalg.inv(place[:2, :2])
         place[:2, 2] -= left, top
         moved, cover = affine.sample(values[..., top : top + height, left : left + width], place, size, antialias=True)
         moved = torch.where(cover > 0, moved / torch.where(cover > 0, cover, torch.ones_like(cover)), torch.zeros_like(moved))
-        return torch.einsum("rc,...chw->...rhw", linear, moved)
+        return _transformed(moved, turn, -3)
 
     return _each(values, params, move)
+
+
+def _transformed(values: torch.Tensor, matrix: NDArray[np.float64], axis: int) -> torch.Tensor:
+    """(x, y) along an axis, through a (3, 3) matrix. Written out: on CUDA torch may multiply matrices in TF32."""
+    x, y = values.unbind(axis)
+    return torch.stack([a * x + b * y + c for a, b, c in matrix[:2].tolist()], axis)
 
 
 def _frame(values: torch.Tensor, params: TransformParams) -> Size:
