@@ -27,7 +27,9 @@ struct ClipJob {
   int pitch;                // samples from one row to the next
   int u_row, v_row;         // of chroma row 0, in rows of the frame
   int interleaved;          // U and V alternate in the rows from u_row on
+  int clamp;                // RGB is held within [0, 1]
   int first_frame, frames;  // among source and target
+  int unused;
 };
 
 struct Batch {
@@ -39,8 +41,8 @@ struct Batch {
   int row_taps, row_chroma_taps, column_chroma_taps;  // room in the tables of weights
   short source[kMaxFrames], target[kMaxFrames];       // frame in planes, frame of the clip
 };
-static_assert(sizeof(ClipJob) == 280, "gpupipe/data/transform/resize.py packs this struct");
-static_assert(sizeof(Batch) == 3592, "gpupipe/data/transform/resize.py packs this struct");
+static_assert(sizeof(ClipJob) == 288, "gpupipe/data/transform/resize.py packs this struct");
+static_assert(sizeof(Batch) == 3656, "gpupipe/data/transform/resize.py packs this struct");
 
 __device__ __forceinline__ void store(float* at, float value) { *at = value; }
 __device__ __forceinline__ void store(__half* at, float value) { *at = __float2half_rn(value); }
@@ -212,10 +214,11 @@ __device__ __forceinline__ void make_rows(const Batch& batch) {
         u += weight * chroma_sums[chroma_step * tap];
         v += weight * chroma_sums[chroma_step * tap + chroma_apart];
       }
-#pragma unroll
+#pragma unroll 1  // unrolled, it takes more registers than there are
       for (int channel = 0; channel < 3; ++channel) {
         const float* m = clip.matrix + 4 * channel;
-        const float rgb = fminf(fmaxf(m[0] * y + m[1] * u + m[2] * v + m[3], 0.f), 1.f);
+        float rgb = m[0] * y + m[1] * u + m[2] * v + m[3];
+        if (clip.clamp) rgb = fminf(fmaxf(rgb, 0.f), 1.f);
         store(out + row * clip.stride_row + column * clip.stride_column + channel * clip.stride_channel,
               rgb * clip.gain[channel] + clip.bias[channel]);
       }

@@ -36,7 +36,7 @@ JOB = np.dtype(
     [("planes", "u8"), ("out", "u8")]
     + [(name, "i8") for name in ("stride_time", "stride_channel", "stride_row", "stride_column", "frame_samples")]
     + [("rows", AXIS), ("columns", AXIS), ("matrix", "f4", (3, 4)), ("gain", "f4", (3,)), ("bias", "f4", (3,))]
-    + [(name, "i4") for name in ("pitch", "u_row", "v_row", "interleaved", "first_frame", "frames")],
+    + [(name, "i4") for name in ("pitch", "u_row", "v_row", "interleaved", "clamp", "first_frame", "frames")],
     align=True,
 )
 BATCH = np.dtype(
@@ -84,7 +84,8 @@ def serves(geometry: Geometry) -> bool:
 
     Not where it shrinks so much that the lines of a few outputs do not fit into a block's memory.
     """
-    return geometry.shrinks and _layout([geometry]) is not None
+    filters = {geometry.rows.filter, geometry.columns.filter}
+    return filters == {"bilinear"} and geometry.shrinks and _layout([geometry]) is not None
 
 
 def transform(clips: Sequence[Clip]) -> None:
@@ -208,4 +209,4 @@ def _pack_job(job: Any, clip: Clip) -> None:
     job["matrix"], job["gain"], job["bias"] = clip.color.matrix, clip.color.gain, clip.color.bias
     job["u_row"] = form.height
     job["v_row"] = form.height if form.interleaved else form.height + form.chroma_height
-    job["interleaved"] = form.interleaved
+    job["interleaved"], job["clamp"] = form.interleaved, clip.color.clamp
