@@ -117,7 +117,7 @@ class VideoLoader:
         self._pipeline: Pipeline | None = None
         self._owner = os.getpid()
         self._closed = False
-        self._iterating = threading.Lock()
+        self._iterating = threading.RLock()  # a signal handler may close the loader amid iter()
 
     @property
     def dataset(self) -> list[str]:
@@ -148,11 +148,11 @@ class VideoLoader:
         return self._batches
 
     def __iter__(self) -> BatchIterator:
-        if self._closed:
-            raise ClosedError("this VideoLoader is closed", fix="make a new one")
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
             raise _forked()
         with self._iterating:
+            if self._closed:
+                raise ClosedError("this VideoLoader is closed", fix="make a new one")
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
             epoch, self._epoch = self._epoch, self._epoch + 1
             groups = group(self._job.order.requests(epoch), self.config)
@@ -179,10 +179,11 @@ class VideoLoader:
         """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
-        self._end_iterator("its VideoLoader was closed")
-        if not self._closed:
-            self._closed = True
-            self._job.close()
+        with self._iterating:
+            self._end_iterator("its VideoLoader was closed")
+            if not self._closed:
+                self._closed = True
+                self._job.close()
 
     def _end_iterator(self, why: str) -> None:
         iterator = self._iterator() if self._iterator is not None else None
@@ -197,6 +198,12 @@ class VideoLoader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a VideoLoader cannot be copied or pickled: it holds threads, decoders and files. Make another one, with the same "
+            "videos and config=loader.config"
+        )
 
     def __repr__(self) -> str:
         return f"VideoLoader({len(self._job.entries)} videos, {len(self)} batches of {self.batch_size}, on {self.device})"
