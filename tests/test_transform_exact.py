@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,9 @@ from hypothesis import strategies as st
 from plane_cases import clip_exact, make_format, make_info, make_planes, random_case, resize_exact, rgb_exact
 
 from gpupipe.config import TransformConfig
+from gpupipe.data import index as indices
+from gpupipe.data.decode import cpu
+from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipTransform, TransformParams, affine
 from gpupipe.data.transform.params import ColorOp
 from gpupipe.types import Planes, VideoInfo
@@ -72,6 +76,19 @@ def test_each_change_of_colour_on_legal_noise(name: Any) -> None:
     params = TransformParams((3.0, 5.0, 80.0, 100.0), (3, 5, 80, 100), color=(ColorOp(name, value),))
     ours, exact = both(TransformConfig(size=(40, 56), dtype="float32", **PLAIN), planes, info, params)
     assert float((ours.double() - exact).abs().max()) < 1e-4 < MOST
+
+
+@pytest.mark.parametrize("name", ["bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4"])
+@pytest.mark.parametrize("preset", ["kinetics_train", "kinetics_eval"])
+def test_real_clips(media: Path, name: str, preset: str) -> None:
+    index = indices.load(str(media / name))
+    planes = cpu.decode(index, make_plan(index, [10, 11, 50]))
+    config = TransformConfig(preset=preset, dtype="float32", **PLAIN)
+    params = ClipTransform(config, 3).draw(index.info, np.random.default_rng(1))
+    ours, exact = both(config, planes, index.info, params)
+    difference = (ours.double() - exact).abs()
+    assert float(difference.max()) < 2e-3 < MOST
+    assert float(difference.mean()) < 2e-6 < MEAN
 
 
 @pytest.mark.parametrize("turned", [False, True])

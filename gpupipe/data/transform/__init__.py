@@ -168,7 +168,8 @@ class ClipTransform:
             if blend:
                 following = torch.empty_like(rgb)
                 picture.write(params, frame_map[len(rgb) :], following, folded, config.fill, UNIT, clamp=False)
-                rgb.lerp_(following, torch.tensor(blend, dtype=dtype, device=out.device).view(-1, 1, 1, 1))
+                for t, share in enumerate(blend):
+                    rgb[t].lerp_(following[t], share)
                 rgb = rgb.clamp_(0, 1) if config.clamp else rgb
             rgb = adjust(rgb, ops, clamp=config.clamp)
             if params.blur and config.blur is not None:

@@ -30,10 +30,12 @@ UNIT: Scale = (np.ones(CHANNELS), np.zeros(CHANNELS))
 
 
 def store(rgb: torch.Tensor, scale: Scale, out: torch.Tensor) -> None:
-    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range."""
-    gain, bias = (torch.from_numpy(s).to(rgb).view(CHANNELS, 1, 1) for s in scale)
-    values = rgb * gain + bias
-    out.copy_(values.round_().clamp_(0, 255) if out.dtype == torch.uint8 else values)
+    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range.
+
+    By plain numbers: a tensor of them would have to be copied to the device, and the host would wait for that."""
+    for channel, (gain, bias) in enumerate(zip(*(s.tolist() for s in scale), strict=True)):
+        values = rgb[:, channel] * gain + bias
+        out[:, channel].copy_(values.round_().clamp_(0, 255) if out.dtype == torch.uint8 else values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,6 @@ class Picture:
         place[:2, 2] -= left, top
         part = TransformParams((float(top), float(left), float(height), float(width)), box)
         dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-        outside = torch.from_numpy(fill).to(dtype=dtype, device=out.device).view(CHANNELS, 1, 1)
         together = max(1, _CHUNK_BYTES // (12 * height * width))
         for begin in range(0, len(frame_map), together):
             chunk = frame_map[begin : begin + together]
@@ -104,5 +105,6 @@ class Picture:
             run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
             run(self.planes, sampling, Color(matrix, *UNIT, clamp=False), chunk, rgb)
             moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias)
-            moved += outside * (1 - cover)
+            for channel, value in enumerate(fill.tolist()):
+                moved[:, channel].add_(1 - cover, alpha=value)
             store(moved.clamp_(0, 1) if clamp else moved, scale, out[begin : begin + len(chunk)])
