@@ -113,12 +113,6 @@ def test_what_cannot_work_is_named_at_construction(values: dict[str, Any], messa
         TransformConfig(**values)
 
 
-def test_cuda_refuses_what_it_does_not_do_yet() -> None:
-    with pytest.raises(ConfigError, match=r"transform\.interpolation='bicubic' is not made on CUDA"):
-        ClipTransform(TransformConfig(interpolation="bicubic"), 2, torch.device("cuda"))
-    ClipTransform(TransformConfig(preset="kinetics_train", affine={"degrees": 5}), 2, torch.device("cuda"))
-
-
 # Crops
 
 

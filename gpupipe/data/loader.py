@@ -95,7 +95,7 @@ class VideoLoader:
         entries = collect(videos, self.config.source)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
-        clips = ClipTransform(self.config.transform, self.config.clip.frames, self.device)
+        clips = ClipTransform(self.config.transform, self.config.clip.frames)
         kinds = column_kinds(entries, self.config.columns)
         if self.config.transform.mix is not None:
             _check_labels(entries, kinds, self.config.transform.mix)

@@ -18,7 +18,7 @@ from gpupipe.data.transform import kernel, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.params import TransformParams, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
-from gpupipe.errors import ConfigError, GraphError
+from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
 
 __all__ = ["ClipTransform", "TransformParams", "to_rgb"]
@@ -30,23 +30,14 @@ class ClipTransform:
     Args:
         config: everything from the crop to the layout.
         frames: T, the frames of a clip.
-        device: where clips will be made.
 
     Attributes:
         clip_shape: (3, T, H, W) for layout ``NCTHW``, (T, 3, H, W) for ``NTCHW``.
         dtype: the clip's torch dtype.
         memory_format: how the elements of a batch of such clips lie.
-
-    Raises:
-        ConfigError: when ``device`` is a CUDA device and ``config`` asks for what the kernel does not do; the field is named.
     """
 
-    def __init__(self, config: TransformConfig, frames: int, device: torch.device | None = None) -> None:
-        if device is not None and device.type == "cuda" and config.interpolation != "bilinear":
-            raise ConfigError(
-                f"transform.interpolation={config.interpolation!r} is not made on CUDA devices yet",
-                fix="use 'bilinear', or device='cpu'",
-            )
+    def __init__(self, config: TransformConfig, frames: int) -> None:
         self.config = config
         self.frames = frames
         height, width = config.size
@@ -68,14 +59,9 @@ class ClipTransform:
             DeviceError: when it cannot be compiled here.
         """
         config = self.config
-        if (
-            config.affine
-            or config.auto_augment
-            or config.color_jitter
-            or config.blur
-            or config.grayscale
-            or config.channel_drop
-        ):
+        moves = config.affine or config.auto_augment or config.interpolation != "bilinear"
+        colors = config.color_jitter or config.grayscale or config.channel_drop or config.blur
+        if moves or colors:
             kernel.compile_for(1, torch.float32)  # what is neither sampling nor scaling begins with that
         kernel.compile_for(1, self.dtype)
 
