@@ -16,7 +16,7 @@ from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
 from gpupipe.data.transform import kernel, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
-from gpupipe.data.transform.params import TransformParams, whole
+from gpupipe.data.transform.params import Box, TransformParams, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
 from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
@@ -165,9 +165,19 @@ class ClipTransform:
             clamp = config.clamp or self.dtype == torch.uint8
             picture.write(params, frame_map, out, folded, config.fill, self._scale, clamp=clamp)
         if params.erase is not None and config.erasing is not None:
-            top, left, height, width = params.erase
-            for channel, value in enumerate(config.erasing.value):
-                out[:, channel, top : top + height, left : left + width] = value
+            _erase(out, params.erase, config.erasing.value, params.noise)
+
+
+def _erase(out: torch.Tensor, box: Box, value: tuple[float, ...] | str, seed: int) -> None:
+    """Fills a box of (T, 3, H, W) with a value for each channel, or with noise that is the same on every device."""
+    top, left, height, width = box
+    place = out[:, :, top : top + height, left : left + width]
+    if isinstance(value, str):
+        noise = np.random.default_rng(seed).standard_normal((CHANNELS, height, width), np.float32)
+        place.copy_(torch.from_numpy(noise))
+        return
+    for channel, each in enumerate(value):
+        place[:, channel] = each
 
 
 def to_rgb(planes: Planes, info: VideoInfo, *, untagged_matrix: str = "auto", untagged_range: str = "limited") -> torch.Tensor:
