@@ -28,7 +28,7 @@ struct ClipParams {
   int u_row, v_row, u_column, v_column;  // of chroma sample (0, 0) in its frame
   int chroma_pitch;                      // texels from one chroma column to the next: 1, or 2 when U and V alternate
   int tabled;                            // weights are kept in shared memory
-  int unused;
+  int clamp;                             // RGB is held within [0, 1]
   short source[kMaxFrames];  // frame in the texture
   short target[kMaxFrames];  // frame of the clip
 };
@@ -101,7 +101,8 @@ __device__ __forceinline__ void make_pixels(const ClipParams& p, const Taps& row
 #pragma unroll
     for (int channel = 0; channel < 3; ++channel) {
       const float* m = p.matrix + 4 * channel;
-      const float rgb = fminf(fmaxf(m[0] * luma + m[1] * u + m[2] * v + m[3], 0.f), 1.f);
+      float rgb = m[0] * luma + m[1] * u + m[2] * v + m[3];
+      if (p.clamp) rgb = fminf(fmaxf(rgb, 0.f), 1.f);
       store(out + channel * p.stride_channel, rgb * p.gain[channel] + p.bias[channel]);
     }
   }

@@ -8,8 +8,10 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
+    from gpupipe.data.transform.mix import MixParams
     from gpupipe.data.transform.params import TransformParams
 
 Rotation = Literal[0, 90, 180, 270]
@@ -42,7 +44,8 @@ class VideoInfo:
     rotation: Rotation = 0
     """Degrees clockwise by which a stored frame is turned for display."""
     bit_depth: int = 8
-    color_matrix: Literal["bt601", "bt709", "bt2020"] | None = None
+    color_matrix: Literal["bt601", "bt709", "bt2020", "rgb"] | None = None
+    """``rgb``: the planes are G, B and R."""
     color_range: Literal["limited", "full"] | None = None
     transfer: str | None = None
     """FFmpeg's name of the transfer characteristics: ``bt709``, ``smpte2084`` (PQ), ``arib-std-b67`` (HLG) …"""
@@ -211,13 +214,23 @@ class FramePick:
     Attributes:
         indices: T display positions, repeats and any order allowed.
         mask: T flags, False where padding stands in for a frame that the video does not have.
+        blend: T shares, 0 to 1, that the following frame of the video has in each; none where nothing is blended.
     """
 
     indices: tuple[int, ...]
     mask: tuple[bool, ...]
+    blend: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.indices) == len(self.mask) > 0
+        assert len(self.blend) in (0, len(self.indices))
+
+    @property
+    def decoded(self) -> tuple[int, ...]:
+        """All positions to decode: ``indices``, and where frames are blended the following ones behind them (2 T)."""
+        if not self.blend:
+            return self.indices
+        return self.indices + tuple(k + (share > 0) for k, share in zip(self.indices, self.blend, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,12 +247,32 @@ class ClipRecord:
     """Number of the clip among those of its request."""
 
 
+@dataclass(slots=True)
+class Clip:
+    """What a user's own transform is given: one clip on its way into a batch.
+
+    Attributes:
+        video: its frames; before gpupipe's transform (T, 3, H, W) uint8 RGB as displayed, after it the clip as the batch will
+            have it. On the loader's device; on CUDA on the stream that is current in the call.
+        info: facts of the video.
+        pick: which frames of it these are.
+        rng: for random choices that a run repeats: keyed by (seed, epoch, sample, clip), for each of the two places apart.
+        params: what gpupipe's transform drew; None before it.
+    """
+
+    video: torch.Tensor
+    info: VideoInfo
+    pick: FramePick
+    rng: np.random.Generator
+    params: TransformParams | None = None
+
+
 class Batch(Mapping[str, "torch.Tensor"]):
     """A mapping of tensors with one leading dimension B, so that ``model(**batch)`` and trainers can walk it.
 
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
-    ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one; further
-    numeric columns as asked for, int64 or float64.
+    ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one, or (B, classes) float32 where
+    ``mix`` is asked for; further numeric columns as asked for, int64 or float64.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with
@@ -247,6 +280,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         text: columns that are text, as lists of B strings.
         epoch: the epoch that the batch belongs to, from 0.
         index: position of the batch in its epoch, from 0.
+        mix: how the clips were mixed, where they are.
         substituted: paths that could not be used, one for each time that another sample stood in.
     """
 
@@ -258,6 +292,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         text: Mapping[str, list[str]] | None = None,
         epoch: int = 0,
         index: int = 0,
+        mix: MixParams | None = None,
         substituted: tuple[str, ...] = (),
     ) -> None:
         for name, tensor in tensors.items():
@@ -267,6 +302,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         self.text = dict(text or {})
         self.epoch = epoch
         self.index = index
+        self.mix = mix
         self.substituted = substituted
 
     @property
@@ -275,13 +311,26 @@ class Batch(Mapping[str, "torch.Tensor"]):
         return [clip.path for clip in self.clips]
 
     @property
+    def params(self) -> list[TransformParams]:
+        """What was drawn for each clip."""
+        return [clip.params for clip in self.clips]
+
+    @property
     def video(self) -> torch.Tensor:
         return self._tensors["video"]
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
         """This batch with its tensors on another device and its attributes kept."""
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()}
-        return Batch(moved, self.clips, text=self.text, epoch=self.epoch, index=self.index, substituted=self.substituted)
+        return Batch(
+            moved,
+            self.clips,
+            text=self.text,
+            epoch=self.epoch,
+            index=self.index,
+            mix=self.mix,
+            substituted=self.substituted,
+        )
 
     def __getitem__(self, key: str) -> torch.Tensor:
         try:

@@ -17,7 +17,7 @@ from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.sample import pick_frames
-from gpupipe.errors import SampleError
+from gpupipe.errors import ConfigError, SampleError
 from gpupipe.types import FramePick, VideoInfo
 
 
@@ -168,3 +168,81 @@ def test_a_start_outside_the_video_is_named(start: int) -> None:
 def test_a_video_without_a_marked_start_point_still_gives_clips() -> None:
     index = replace(made_index(20), start=np.zeros(20, np.bool_))
     assert pick(index, frames=8, sampling="keyframe").indices == tuple(range(8))
+
+
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 2**32), stride=st.integers(1, 4))
+def test_speed_stretches_the_steps(seed: int, stride: int) -> None:
+    found = pick(made_index(500), seed, frames=8, stride=stride, speed=(0.5, 2))
+    span = found.indices[-1] - found.indices[0]
+    assert 7 * stride * 0.5 - 0.5 <= span <= 7 * stride * 2 + 0.5
+    steps = np.diff(found.indices)
+    assert abs(steps - span / 7).max() <= 1 + 1e-9, "evenly, but for the rounding to whole frames"
+    assert all(found.mask)
+
+
+@pytest.mark.parametrize(("speed", "expected"), [(2, (0, 6, 12, 18)), (0.5, (0, 2, 3, 4)), (1, (0, 3, 6, 9))])
+def test_one_speed_for_all(speed: float, expected: tuple[int, ...]) -> None:
+    assert pick(made_index(40), frames=4, stride=3, speed=speed, start_frame=0).indices == expected
+    assert pick(made_index(40), frames=4, fps=10, speed=speed, start_frame=0).indices in (expected, (0, 1, 3, 4))
+
+
+def test_a_clip_that_just_fits_at_its_speed_is_never_padded() -> None:
+    for seed in range(50):
+        found = pick(made_index(15), seed, frames=8, speed=2)
+        assert found.indices == tuple(range(0, 15, 2))
+        assert all(found.mask)
+
+
+def test_reversed_clips_run_backwards_now_and_then() -> None:
+    found = [pick(made_index(100), seed, frames=5, stride=2, reverse=0.5).indices for seed in range(200)]
+    backwards = sum(indices[0] > indices[-1] for indices in found)
+    assert 60 < backwards < 140
+    assert all(abs(np.diff(indices)).tolist() == [2] * 4 for indices in found)
+    short = pick(made_index(3), frames=5, reverse=1)
+    assert short.indices == (2, 1, 0, 0, 0)
+    assert short.mask == (True, True, True, False, False)
+
+
+def test_a_speed_of_one_draws_as_before() -> None:
+    """So that runs of before can be repeated: nothing is drawn for what is not asked for."""
+    assert pick(made_index(100), 5, frames=4).indices == pick(made_index(100), 5, frames=4, speed=1, reverse=0).indices
+    start = int(np.random.default_rng(5).integers(97))
+    assert pick(made_index(100), 5, frames=4).indices[0] == start
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"speed": (2, 1)}, r"speed must be \(low, high\)"),
+        ({"speed": 0}, "speed"),
+        ({"speed": (1, 2), "sampling": "uniform"}, "speed does not apply"),
+        ({"reverse": 2}, "reverse"),
+    ],
+)
+def test_speeds_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ClipConfig(**fields)
+
+
+def test_blended_places_lie_where_the_time_does() -> None:
+    found = pick(made_index(40), frames=4, stride=1, speed=0.5, blend=True, start_frame=3)
+    assert (found.indices, found.blend) == ((3, 3, 4, 4), (0, 0.5, 0, 0.5))
+    assert found.decoded == (3, 3, 4, 4, 3, 4, 4, 5)
+    index = made_index(40, fps=30)
+    assert index.seconds_shown(found) == pytest.approx([3 / 30, 3.5 / 30, 4 / 30, 4.5 / 30])
+    by_time = pick(index, frames=4, fps=20, blend=True, start_frame=3)
+    assert by_time.indices == (3, 4, 6, 7)
+    assert by_time.blend == pytest.approx((0, 0.5, 0, 0.5), abs=1e-6)
+    assert pick(index, frames=4, stride=2, blend=True).blend == (), "nothing lies between two frames"
+
+
+@settings(deadline=None, max_examples=100)
+@given(count=st.integers(1, 30), seed=st.integers(0, 2**32), fps=st.sampled_from([None, 7.0, 24.0, 60.0]))
+def test_blends_stay_within_the_video(count: int, seed: int, fps: float | None) -> None:
+    found = pick(made_index(count), seed, frames=6, fps=fps, speed=(0.3, 3), blend=True, reverse=0.5)
+    assert all(0 <= k < count for k in found.decoded)
+    assert all(0 <= share < 1 for share in found.blend)
+    if fps is None and all(found.mask) and found.blend:
+        places = np.add(found.indices, found.blend)
+        assert np.ptp(np.diff(places)) < 1e-9

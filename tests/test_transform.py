@@ -29,7 +29,8 @@ from plane_cases import (
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import ClipTransform, TransformParams, reference, to_rgb
 from gpupipe.data.transform.color import matrix_name, rgb_from_codes
-from gpupipe.data.transform.params import draw, whole
+from gpupipe.data.transform.draw import draw
+from gpupipe.data.transform.params import whole
 from gpupipe.errors import GraphError
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
 

@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from plane_cases import assert_clip, clip_exact, make_format, make_info, make_planes, random_case, run
@@ -88,6 +89,24 @@ def test_kernel_equals_the_exact_transform(launches: list[dict[str, Any]], seed:
     clip = run(config, planes, info, params, [2, 0, 0, 1])
     assert launches
     assert_clip(clip, clip_exact(planes, info, params, config, [2, 0, 0, 1]), config, UNIT)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "changes", [{}, {"clamp": False}, {"affine": {"degrees": 30, "scale": (0.7, 1.3)}, "vflip": 0.5}, {"draws": "frame"}]
+)
+def test_clips_made_in_several_steps(
+    launches: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, seed: int, changes: dict[str, Any]
+) -> None:
+    """Colour jitter, moves and blur begin with the kernel: the clip is that of the reference."""
+    info, planes = make_info(90, 71, rotation=90), make_planes(make_format(90, 71, nv=True), 2)
+    given = {"size": (33, 20), "dtype": "float32", "blur": {"kernel_size": 5, "p": 0.5}, "erasing": {"p": 0.5}}
+    config = TransformConfig(preset="kinetics_train", **given | changes)
+    params = ClipTransform(config, 2).draw(info, np.random.default_rng(seed))
+    clip = run(config, planes, info, params, [1, 0])
+    assert launches
+    monkeypatch.undo()
+    assert float((clip - run(config, planes, info, params, [1, 0])).abs().max()) < 5 * UNIT / min(config.std)
 
 
 def test_a_shrink_too_strong_for_tables(launches: list[dict[str, Any]]) -> None:

@@ -10,7 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpupipe.config import MixConfig
+from gpupipe.data.order import MIX, clip_generator
 from gpupipe.data.source.columns import Kind
+from gpupipe.data.transform import mix as mixing
 from gpupipe.device.stream import hand_over
 from gpupipe.types import Batch, ClipRecord
 
@@ -41,10 +44,14 @@ class Assembly:
         stream: torch.cuda.Stream | None,
         kinds: Mapping[str, Kind],
         *,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        mix: MixConfig | None = None,
         epoch: int,
         index: int,
     ) -> None:
         self._kinds = kinds
+        self._format = memory_format
+        self._mix = mix
         self._device = device
         self._stream = stream
         self._epoch = epoch
@@ -54,7 +61,7 @@ class Assembly:
         self._left = size
         self._unusable: list[tuple[int, str]] = []
         with torch.cuda.stream(stream):
-            self.video = torch.empty((size, *clip_shape), dtype=dtype, device=device)
+            self.video = torch.empty((size, *clip_shape), dtype=dtype, device=device, memory_format=memory_format)
             self._slots = self.video.unbind()
             self._allocated = stream.record_event() if stream is not None else None
 
@@ -88,8 +95,16 @@ class Assembly:
             video = self.video
             if len(arrivals) < len(self._arrivals):
                 kept = [slot for slot, arrival in enumerate(self._arrivals) if arrival is not None]
-                video = video[torch.tensor(kept, device=self._device)]
+                video = video[torch.tensor(kept, device=self._device)].contiguous(memory_format=self._format)
             tensors = {"video": video, **numbers}
+            mixed = None
+            if self._mix is not None:
+                first = arrivals[0].record
+                mixed = mixing.draw(
+                    self._mix, (video.shape[-2], video.shape[-1]), clip_generator(first.request, MIX, first.clip)
+                )
+                mixing.mix(video, mixed)
+                tensors["label"] = mixing.soft_labels(tensors["label"], mixed, self._mix)
             complete = self._stream.record_event() if self._stream is not None else None
         text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
         batch = Batch(
@@ -98,6 +113,7 @@ class Assembly:
             text=text,
             epoch=self._epoch,
             index=self._index,
+            mix=mixed,
             substituted=tuple(path for _, path in sorted(self._unusable, key=lambda note: note[0])),
         )
         return batch, complete

@@ -6,14 +6,23 @@ import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
 import torch
 
-from gpupipe.config import BatchConfig, CacheConfig, ClipConfig, DecodeConfig, LoaderConfig, PathLike, TransformConfig
+from gpupipe.config import (
+    BatchConfig,
+    CacheConfig,
+    ClipConfig,
+    DecodeConfig,
+    LoaderConfig,
+    MixConfig,
+    PathLike,
+    TransformConfig,
+)
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
 from gpupipe.data.files import OpenFiles
@@ -22,12 +31,14 @@ from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
 from gpupipe.data.source import Videos, collect, column_kinds, start_frame
+from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch
+from gpupipe.types import Batch, Entry
 
 
 class VideoLoader:
@@ -42,10 +53,12 @@ class VideoLoader:
             columns, or a list of these. A column ``label`` travels with each batch; a column ``start_frame`` fixes where the
             clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
-        transform: crop, size, flip, normalisation, dtype, layout; a :class:`TransformConfig` or a dict of its fields.
+        transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``.
         seed: fixes the order and every random choice.
+        before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
+            gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a model takes the whole stage's place.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
@@ -63,10 +76,12 @@ class VideoLoader:
         videos: Videos,
         *,
         clip: ClipConfig | dict[str, Any] | None = None,
-        transform: TransformConfig | dict[str, Any] | None = None,
+        transform: TransformConfig | dict[str, Any] | str | None = None,
         batch: BatchConfig | dict[str, Any] | int | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
+        before: UserTransform | None = None,
+        after: UserTransform | None = None,
         config: LoaderConfig | dict[str, Any] | PathLike | None = None,
         **fields: Any,
     ) -> None:
@@ -80,6 +95,10 @@ class VideoLoader:
         entries = collect(videos, self.config.source)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
+        clips = ClipTransform(self.config.transform, self.config.clip.frames)
+        kinds = column_kinds(entries, self.config.columns)
+        if self.config.transform.mix is not None:
+            _check_labels(entries, kinds, self.config.transform.mix)
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
         self._batches = batch_count(len(order), self.config)
         if self._batches == 0:
@@ -99,8 +118,9 @@ class VideoLoader:
             entries=entries,
             order=order,
             config=self.config,
-            transform=ClipTransform(self.config.transform, self.config.clip.frames),
-            kinds=column_kinds(entries, self.config.columns),
+            transform=clips,
+            custom=_custom(before, after),
+            kinds=kinds,
             device=self.device,
             stream=stream,
             engines=engines,
@@ -275,6 +295,25 @@ def _forked() -> ClosedError:
         "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
         fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
     )
+
+
+def _custom(before: UserTransform | None, after: UserTransform | None) -> Custom:
+    for name, function in (("before", before), ("after", after)):
+        if function is not None and not callable(function):
+            raise ConfigError(f"{name}={function!r} cannot be called", fix="give a function of a Clip")
+    return Custom(before, after)
+
+
+def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
+    """Raises ConfigError unless every video has a label that ``mix`` knows."""
+    if kinds.get("label") != "int":
+        raise ConfigError("transform.mix needs a label for each video, a whole number", fix="see Labels in the README")
+    for entry in entries:
+        if not 0 <= int(entry.columns["label"]) < mix.num_classes:
+            raise ConfigError(
+                f"{entry.path} has the label {entry.columns['label']}, transform.mix.num_classes is {mix.num_classes}",
+                fix="labels go from 0 to num_classes - 1",
+            )
 
 
 def _place(config: LoaderConfig) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from gpupipe.types import ClipRequest
 
-_ORDER, _SUBSTITUTE, FRAMES, AUGMENT = range(4)
+_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX, BEFORE, AFTER = range(7)
 """Independent streams of random numbers, one a purpose."""
 
 
@@ -21,7 +21,7 @@ def generator(seed: int, *key: int) -> np.random.Generator:
 
 
 def clip_generator(request: ClipRequest, purpose: int, clip: int = 0) -> np.random.Generator:
-    """The generator of one of a request's clips for ``FRAMES`` or ``AUGMENT``."""
+    """The generator of one of a request's clips for a purpose; for ``MIX`` that of the batch whose first clip it is."""
     return generator(request.seed, purpose, request.epoch, request.sample, request.attempt, clip)
 
 

@@ -30,6 +30,7 @@ from gpupipe.data.scan.store import make
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.telemetry import Telemetry
@@ -68,6 +69,7 @@ class Job:
     """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
     index_workers: int
     telemetry: Telemetry
+    custom: Custom = NO_CUSTOM
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""
     files: OpenFiles = UNKEPT
@@ -191,6 +193,7 @@ class Pipeline:
             job.files,
             lambda prepared: job.kept(prepared) is None,
             job.config.cache.read_ahead,
+            job.config.transform.crops,
         )
         _running.add(self)
         try:
@@ -368,7 +371,7 @@ class Pipeline:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
                 if ahead is None or ahead.index is not index:  # or: the file has changed since
-                    ahead = prepare(job.config.clip, request, entry, index)
+                    ahead = prepare(job.config.clip, request, entry, index, job.config.transform.crops)
                 kept = job.clips.find(index, ahead.plan, choice.decoder) if job.clips is not None else None
                 me.claim()
                 return _Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
@@ -406,20 +409,24 @@ class Pipeline:
             planes, maker = engine.run(decoder, visit.index, visit.plan, self._give_up), decoder
         self._crew.me.claim()
         arrivals = []
+        first = 0
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
-            params = job.transform.draw(info, clip_generator(task.request, AUGMENT, clip))
-            first = clip * len(pick.indices)
-            frames = visit.plan.frame_map[first : first + len(pick.indices)]
+            frames = visit.plan.frame_map[first : first + len(pick.decoded)]
+            first += len(pick.decoded)
             with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
-                job.transform.apply(planes, info, params, frames, task.assembly.slot(slot, engine.stream))
+                out = task.assembly.slot(slot, engine.stream)
+                source = job.custom.prepare(planes, info, frames, pick, task.request, clip)
+                params = job.transform.draw(source.info, clip_generator(task.request, AUGMENT, clip), clip)
+                record = ClipRecord(visit.entry.path, task.request, pick, params, maker, clip)
+                job.transform.apply(source.planes, source.info, params, source.frame_map, out, source.blend)
+                job.custom.finish(out, info, record, job.transform)
                 done = engine.stream.record_event() if engine.stream is not None else None
-            record = ClipRecord(visit.entry.path, task.request, pick, params, maker, clip)
-            arrivals.append(Arrival(record, visit.index.seconds_of(pick.indices), visit.entry.columns, done))
+            arrivals.append(Arrival(record, visit.index.seconds_shown(pick), visit.entry.columns, done))
         job.telemetry.count("clips", len(arrivals))
         job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))
         if job.clips is not None and not visit.decoded:
             job.telemetry.count("cache_misses", len(arrivals))
-        job.telemetry.count("frames_used", sum(len(set(pick.indices)) for pick in visit.picks))
+        job.telemetry.count("frames_used", sum(len(set(pick.decoded)) for pick in visit.picks))
         return planes, arrivals
 
     def _arrived(self, task: _Task, arrivals: list[Arrival] | None) -> None:
@@ -450,6 +457,8 @@ def _tasks(
                 job.device,
                 job.stream,
                 job.kinds,
+                memory_format=job.transform.memory_format,
+                mix=job.config.transform.mix,
                 epoch=epoch,
                 index=position,
             )

@@ -34,15 +34,15 @@ class Prepared:
     plan: Plan
 
 
-def prepare(clip: ClipConfig, request: ClipRequest, entry: Entry, index: VideoIndex) -> Prepared:
-    """Picks a visit's frames and plans their decode.
+def prepare(clip: ClipConfig, request: ClipRequest, entry: Entry, index: VideoIndex, crops: int = 1) -> Prepared:
+    """Picks a visit's frames and plans their decode; ``crops`` clips that follow one another show the same frames.
 
     Raises:
         SampleError: when the video has not enough frames, and ``clip.pad`` is ``error``.
     """
-    draws = [clip_generator(request, FRAMES, number) for number in range(clip.clips_per_video)]
+    draws = [clip_generator(request, FRAMES, number // crops) for number in range(clip.clips_per_video)]
     picks = [pick_frames(clip, index, draw, start_frame(entry)) for draw in draws]
-    return Prepared(index, picks, make_plan(index, [frame for pick in picks for frame in pick.indices]))
+    return Prepared(index, picks, make_plan(index, [frame for pick in picks for frame in pick.decoded]))
 
 
 class ReadAhead:
@@ -56,6 +56,7 @@ class ReadAhead:
         entry_of: the video of a request.
         file_of: the path by which it is opened.
         wanted: whether the bytes of a prepared visit will be read.
+        crops: as for :func:`prepare`.
         distance: visits before the one whose turn it is, at most; 0: nothing is done ahead.
     """
 
@@ -68,6 +69,7 @@ class ReadAhead:
         files: OpenFiles,
         wanted: Callable[[Prepared], bool],
         distance: int,
+        crops: int = 1,
     ) -> None:
         self._requests = requests
         self._clip = clip
@@ -76,6 +78,7 @@ class ReadAhead:
         self._files = files
         self._wanted = wanted
         self._distance = distance
+        self._crops = crops
         self._at_a_time = max(1, distance // 4)
         """Visits prepared in one go: to wake a thread for each would cost those that decode."""
         # On a lock that may be taken again: garbage collection may call abandon() in a thread that is inside take().
@@ -145,7 +148,7 @@ class ReadAhead:
     def _prepare(self, request: ClipRequest) -> Prepared | None:
         entry = self._entry_of(request)
         index = indices.at_hand(self._file_of(entry))
-        return prepare(self._clip, request, entry, index) if index is not None else None
+        return prepare(self._clip, request, entry, index, self._crops) if index is not None else None
 
     def _leave(self, request: ClipRequest, prepared: Prepared) -> None:
         with self._changed:

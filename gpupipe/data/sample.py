@@ -11,6 +11,9 @@ from gpupipe.data.index import VideoIndex
 from gpupipe.errors import SampleError
 from gpupipe.types import FramePick
 
+Place = tuple[int, float]
+"""A frame, and the share of the following one."""
+
 
 def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator, start_frame: int | None = None) -> FramePick:
     """Picks the frames of one clip as ``config.sampling`` says, or from ``start_frame`` on where it is given.
@@ -19,6 +22,8 @@ def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator,
         SampleError: when the video is too short and ``config.pad`` is ``error``, or ``start_frame`` is not one of its frames.
     """
     frames = index.info.frames
+    low, high = config.speed
+    speed = float(rng.uniform(low, high)) if low < high else low
     if start_frame is not None:
         if not 0 <= start_frame < frames:
             raise SampleError(
@@ -26,21 +31,23 @@ def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator,
                 fix="correct the row",
                 path=index.info.path,
             )
-        real = _run(config, index, start_frame)
+        real = _run(config, index, start_frame, speed)
     elif config.sampling in ("uniform", "stratified"):
-        real = _segments(config, frames, rng)
+        real = [(frame, 0.0) for frame in _segments(config, frames, rng)]
     else:
-        real = _run(config, index, _random_start(config, index, rng))
+        real = _run(config, index, _random_start(config, index, rng, speed), speed)
+    if config.reverse and rng.random() < config.reverse:
+        real.reverse()
     return _pad(config, index, real)
 
 
-def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generator) -> int:
+def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generator, speed: float) -> int:
     """A random first frame among those from which the whole clip fits; 0 when it fits nowhere."""
     frames = index.info.frames
     if config.fps is None:
-        last = frames - 1 - (config.frames - 1) * config.stride
+        last = frames - 1 - round((config.frames - 1) * config.stride * speed)
     else:
-        end = index.seconds[-1] - (config.frames - 1) / config.fps
+        end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
         last = int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
     if config.sampling != "keyframe":
         return int(rng.integers(last + 1)) if last >= 0 else 0
@@ -49,13 +56,26 @@ def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generato
     return int(rng.choice(fitting)) if len(fitting) else int(starts[0]) if len(starts) else 0
 
 
-def _run(config: ClipConfig, index: VideoIndex, start: int) -> list[int]:
+def _run(config: ClipConfig, index: VideoIndex, start: int, speed: float) -> list[Place]:
     """Frames from ``start`` on by stride or by time, as many as the video has."""
     if config.fps is None:
-        return list(range(start, index.info.frames, config.stride))[: config.frames]
-    times = index.seconds[start] + np.arange(config.frames) / config.fps
+        steps = [k * config.stride * speed for k in range(config.frames)]
+        if not config.blend:
+            return [(start + round(step), 0.0) for step in steps if start + round(step) < index.info.frames]
+        return [(start + int(step), step % 1) for step in steps if start + step <= index.info.frames - 1]
+    times = index.seconds[start] + np.arange(config.frames) * speed / config.fps
     end = index.info.start_seconds + index.info.duration_seconds
-    return [index.at(time) for time in times if time < end - 1e-6 or time == times[0]]
+    shown = [float(time) for time in times if time < end - 1e-6 or time == times[0]]
+    return [_at(index, time, blend=config.blend) for time in shown]
+
+
+def _at(index: VideoIndex, time: float, *, blend: bool) -> Place:
+    frame = index.at(time)
+    if not blend or frame + 1 >= index.info.frames:
+        return frame, 0.0
+    here, following = float(index.seconds[frame]), float(index.seconds[frame + 1])
+    share = (time - here) / (following - here) if following > here else 0.0
+    return frame, share if share > 1e-6 else 0.0  # a time on a frame, but for rounding, is that frame
 
 
 def _segments(config: ClipConfig, frames: int, rng: np.random.Generator) -> list[int]:
@@ -68,7 +88,7 @@ def _segments(config: ClipConfig, frames: int, rng: np.random.Generator) -> list
     return [int(rng.integers(int(low), int(high))) for low, high in pairwise(edges)]
 
 
-def _pad(config: ClipConfig, index: VideoIndex, real: list[int]) -> FramePick:
+def _pad(config: ClipConfig, index: VideoIndex, real: list[Place]) -> FramePick:
     missing = config.frames - len(real)
     if missing and config.pad == "error":
         raise SampleError(
@@ -81,4 +101,6 @@ def _pad(config: ClipConfig, index: VideoIndex, real: list[int]) -> FramePick:
         filled = [real[k % len(real)] for k in range(config.frames)]
     else:
         filled = real + [real[-1]] * missing
-    return FramePick(tuple(filled), (True,) * len(real) + (False,) * missing)
+    blend = tuple(share for _, share in filled)
+    mask = (True,) * len(real) + (False,) * missing
+    return FramePick(tuple(frame for frame, _ in filled), mask, blend if any(blend) else ())

@@ -69,15 +69,16 @@ def contact_sheet(
     size = (gap + max(len(steps) * (wide + gap), 560), head + rows * (caption + tile + time_line + gap))
     sheet = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(sheet)
-    large, small, tiny = _font(16), _font(12), _font(10)
-    draw.text((gap, 8), _fit(title, large, size[0] - 2 * gap), font=large, fill="black")
+    large, small, tiny = font(16), font(12), font(10)
+    draw.text((gap, 8), fit(title, large, size[0] - 2 * gap), font=large, fill="black")
     for row in range(rows):
         top = head + row * (caption + tile + time_line + gap)
         name = ""
         if labels is not None and "label" in batch:
-            name = f"{labels[int(batch['label'][row])]}  ·  "
+            label = batch["label"][row]
+            name = f"{labels[int(label.argmax() if label.ndim else label)]}  ·  "  # of a mixed clip its largest share
         room = size[0] - 2 * gap - small.getlength(name)
-        draw.text((gap, top + 2), name + _fit(batch.clips[row].path, small, room, keep_end=True), font=small, fill="black")
+        draw.text((gap, top + 2), name + fit(batch.clips[row].path, small, room, keep_end=True), font=small, fill="black")
         for column, step in enumerate(steps):
             left = gap + column * (wide + gap)
             picture = Image.fromarray(shown[row, step]).resize((wide, tile), Image.Resampling.BICUBIC)
@@ -90,7 +91,8 @@ def contact_sheet(
     return file
 
 
-def _font(size: int) -> FreeTypeFont:
+def font(size: int) -> FreeTypeFont:
+    """Letters of ``size`` pixels."""
     import matplotlib
     from PIL import ImageFont
 
@@ -98,7 +100,7 @@ def _font(size: int) -> FreeTypeFont:
     return ImageFont.truetype(os.path.join(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), size)
 
 
-def _fit(text: str, font: FreeTypeFont, width: float, *, keep_end: bool = False) -> str:
+def fit(text: str, font: FreeTypeFont, width: float, *, keep_end: bool = False) -> str:
     """The text, shortened by an ellipsis until it is no wider than ``width`` pixels."""
     if font.getlength(text) <= width:
         return text

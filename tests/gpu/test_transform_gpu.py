@@ -150,3 +150,26 @@ def test_cpu_and_gpu_agree_for_every_crop_mode(crop: Any) -> None:
         on_cpu = run(config, planes, info, params, [0, 1])
         on_gpu = run(config, _on_gpu(planes), info, params, [0, 1])
         assert float((on_gpu.cpu() - on_cpu).abs().max()) <= UNIT / min(config.std)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"clamp": False},
+        {"draws": "frame", "grayscale": 0.5, "channel_drop": 0.5},
+        {"affine": {"degrees": 30, "scale": (0.7, 1.3), "shear": 10}, "fill": (0.1, 0.9, 0.4), "vflip": 0.5},
+        {"interpolation": "bicubic"},
+        {"interpolation": "bicubic", "antialias": False, "crop": "center", "short_side": 70},
+        {"blur": {"kernel_size": 9}, "erasing": {"p": 1.0}, "memory_format": "channels_last_3d"},
+    ],
+)
+def test_cpu_and_gpu_agree_for_what_follows_the_kernel(changes: dict[str, Any]) -> None:
+    """Colours that are changed several times: each step may double the error of the one before."""
+    info, planes = make_info(300, 200, rotation=90), make_planes(make_format(300, 200, nv=True), 2)
+    config = TransformConfig(preset="kinetics_train", **{"size": (64, 48), "dtype": "float32"} | changes)
+    for seed in range(8):
+        params = ClipTransform(config, 2).draw(info, np.random.default_rng(seed))
+        on_cpu = run(config, planes, info, params, [0, 1])
+        on_gpu = run(config, _on_gpu(planes), info, params, [0, 1])
+        assert float((on_gpu.cpu() - on_cpu).abs().max()) <= 10 * UNIT / min(config.std)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpupipe.data.bytes import Identity
 from gpupipe.data.scan.record import CHECKSUM_BYTES, FAMILY, MAGIC
-from gpupipe.types import VideoInfo
+from gpupipe.types import FramePick, VideoInfo
 
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
@@ -106,6 +106,14 @@ class VideoIndex:
         """Times of single frames, as in :attr:`seconds`."""
         tick = float(self.info.time_base)
         return tuple(float(self.pts[self.display[frame]]) * tick for frame in frames)
+
+    def seconds_shown(self, pick: FramePick) -> tuple[float, ...]:
+        """Times of a clip's frames; of blended ones the times between."""
+        times = self.seconds_of(pick.indices)
+        if not pick.blend:
+            return times
+        following = self.seconds_of(pick.decoded[len(times) :])
+        return tuple(a + share * (b - a) for a, b, share in zip(times, following, pick.blend, strict=True))
 
     @cached_property
     def _starts(self) -> list[int]:

@@ -1,7 +1,8 @@
 """From decoded planes to clips: draw the parameters, fold them, and write the result straight into the batch.
 
-``params`` draws, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference`` applies
-that in torch on the CPU and ``kernel`` in one CUDA launch.
+``draw`` draws ``params``, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference``
+applies that in torch on the CPU and ``kernel`` in one CUDA launch. What no matrix holds follows in torch on either device:
+``affine`` turns and shears, ``adjust`` changes colours and blurs.
 """
 
 from __future__ import annotations
@@ -12,30 +13,28 @@ import numpy as np
 import torch
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import kernel, reference
-from gpupipe.data.transform import params as drawing
-from gpupipe.data.transform.color import rgb_from_codes
-from gpupipe.data.transform.geometry import Geometry, geometry
-from gpupipe.data.transform.params import TransformParams
-from gpupipe.data.transform.reference import Color
+from gpupipe.data.transform import draw as drawing
+from gpupipe.data.transform import kernel, targets
+from gpupipe.data.transform.adjust import adjust, blur, fold
+from gpupipe.data.transform.params import Box, TransformParams, whole
+from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
 from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
 
 __all__ = ["ClipTransform", "TransformParams", "to_rgb"]
-
-_CHANNELS = 3
 
 
 class ClipTransform:
     """Makes clips of one shape, as a :class:`TransformConfig` asks, out of decoded frames.
 
     Args:
-        config: crop, size, flip, normalisation, dtype and layout.
+        config: everything from the crop to the layout.
         frames: T, the frames of a clip.
 
     Attributes:
         clip_shape: (3, T, H, W) for layout ``NCTHW``, (T, 3, H, W) for ``NTCHW``.
         dtype: the clip's torch dtype.
+        memory_format: how the elements of a batch of such clips lie.
     """
 
     def __init__(self, config: TransformConfig, frames: int) -> None:
@@ -44,14 +43,14 @@ class ClipTransform:
         height, width = config.size
         channels_first = config.layout == "NCTHW"
         self.clip_shape: tuple[int, ...] = (
-            (_CHANNELS, frames, height, width) if channels_first else (frames, _CHANNELS, height, width)
+            (CHANNELS, frames, height, width) if channels_first else (frames, CHANNELS, height, width)
         )
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.memory_format: torch.memory_format = getattr(torch, config.memory_format)
         if self.dtype == torch.uint8:
-            self._gain, self._bias = np.full(_CHANNELS, 255.0), np.zeros(_CHANNELS)
+            self._scale = np.full(CHANNELS, 255.0), np.zeros(CHANNELS)
         else:
-            self._gain = 1 / np.array(config.std)
-            self._bias = -np.array(config.mean) / np.array(config.std)
+            self._scale = 1 / np.array(config.std), -np.array(config.mean) / np.array(config.std)
 
     def compile(self) -> None:
         """Makes the CUDA kernel for 8-bit video ready ahead of the first clip.
@@ -59,41 +58,126 @@ class ClipTransform:
         Raises:
             DeviceError: when it cannot be compiled here.
         """
+        config = self.config
+        moves = config.affine or config.auto_augment or config.interpolation != "bilinear"
+        colors = config.color_jitter or config.grayscale or config.channel_drop or config.blur
+        if moves or colors:
+            kernel.compile_for(1, torch.float32)  # what is neither sampling nor scaling begins with that
         kernel.compile_for(1, self.dtype)
 
-    def draw(self, info: VideoInfo, rng: np.random.Generator) -> TransformParams:
-        """Draws one clip's crop and flip; generators in equal states give equal parameters."""
-        return drawing.draw(self.config, info.display_size, rng)
+    def draw(self, info: VideoInfo, rng: np.random.Generator, clip: int = 0) -> TransformParams:
+        """Draws one clip's parameters; generators in equal states give equal ones.
+
+        ``clip`` is its number among those of one visit to the video: it says which part ``crop="three"`` shows.
+        """
+        return drawing.draw_clip(self.config, info.display_size, rng, self.frames, view=clip % self.config.crops)
 
     def apply(
-        self, planes: Planes, info: VideoInfo, params: TransformParams, frame_map: Sequence[int], out: torch.Tensor
+        self,
+        planes: Planes,
+        info: VideoInfo,
+        params: TransformParams,
+        frame_map: Sequence[int],
+        out: torch.Tensor,
+        blend: Sequence[float] = (),
     ) -> None:
-        """Writes one clip into ``out``, on ``out``'s device; on CUDA by a kernel on the current stream.
+        """Writes one clip into ``out``, on ``out``'s device; on CUDA on the current stream.
 
         Args:
             planes: decoded frames of the video, on ``out``'s device.
             info: the video's size, rotation and colour.
-            params: what :meth:`draw` gave.
-            frame_map: T positions into ``planes``, repeats and any order allowed.
-            out: a slot of the batch, ``clip_shape`` of ``dtype``; every element is written.
+            params: what :meth:`draw` gave, now or in another run.
+            frame_map: T positions into ``planes``, repeats and any order allowed; with ``blend`` 2 T.
+            out: a slot of the batch, ``clip_shape`` of ``dtype`` (float64 is computed in float64); every element is written.
+            blend: T shares, 0 to 1, of the second T positions in what the first T show; none: nothing is blended.
 
         Raises:
             GraphError: when ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
         """
-        if tuple(out.shape) != self.clip_shape or out.dtype != self.dtype:
+        if tuple(out.shape) != self.clip_shape or out.dtype not in (self.dtype, torch.float64):
             raise GraphError(
                 f"the transform makes {self.dtype} clips of shape {self.clip_shape}, out is {out.dtype} {tuple(out.shape)}",
                 path=info.path,
             )
-        if len(frame_map) != self.frames:
+        if len(blend) not in (0, self.frames):
+            raise GraphError(f"blend has {len(blend)} shares, the clip has {self.frames} frames", path=info.path)
+        if len(frame_map) != self.frames * (2 if blend else 1):
             raise GraphError(f"frame_map names {len(frame_map)} frames, the clip has {self.frames}", path=info.path)
+        if params.frames and len(params.frames) != self.frames:
+            raise GraphError(f"params are of {len(params.frames)} frames, the clip has {self.frames}", path=info.path)
+        wrong = [f for f in frame_map if not 0 <= f < len(planes)]
+        if wrong:
+            raise GraphError(f"frame_map asks for frame {wrong[0]} of {len(planes)} decoded frames", path=info.path)
+        if out.device.type not in ("cpu", "cuda"):
+            raise GraphError(f"clips are made on CPU and CUDA devices, not on {out.device}", path=info.path)
+        clip = out.transpose(0, 1) if self.config.layout == "NCTHW" else out
+        with torch.no_grad(), torch.autocast(device_type=out.device.type, enabled=False):
+            if not params.frames:
+                self._make(planes, info, params, frame_map, clip, blend)
+            for t, each in enumerate(params.frames):
+                self._make(planes, info, each, frame_map[t :: self.frames], clip[t : t + 1], blend[t : t + 1])
+
+    def masks(self, values: torch.Tensor, params: TransformParams, *, fill: float = 0) -> torch.Tensor:
+        """Masks of the displayed frames, (..., H, W) of any dtype, as the clip shows them: see :func:`targets.masks`."""
+        return targets.masks(values, params, self.config.size, fill=fill)
+
+    def points(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
+        """Places (..., 2) in the displayed frames as places in the clip: see :func:`targets.points`."""
+        return targets.points(values, params, self.config.size)
+
+    def boxes(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
+        """Boxes (..., 4) in the displayed frames as boxes in the clip: see :func:`targets.boxes`."""
+        return targets.boxes(values, params, self.config.size)
+
+    def flow(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
+        """Optical flow (..., 2, H, W) of the displayed frames as that of the clip: see :func:`targets.flow`."""
+        return targets.flow(values, params, self.config.size)
+
+    def _make(
+        self,
+        planes: Planes,
+        info: VideoInfo,
+        params: TransformParams,
+        frame_map: Sequence[int],
+        out: torch.Tensor,
+        blend: Sequence[float],
+    ) -> None:
+        """``out`` is (T, 3, H, W) of any strides."""
         config = self.config
-        matrix = rgb_from_codes(
-            info, planes.format, untagged_matrix=config.untagged_matrix, untagged_range=config.untagged_range
-        )
-        color = Color(matrix.astype(np.float32), self._gain.astype(np.float32), self._bias.astype(np.float32))
-        sampling = geometry(info, planes.format, params, config.size, antialias=config.antialias)
-        _run(planes, info, sampling, color, frame_map, out.transpose(0, 1) if config.layout == "NCTHW" else out)
+        picture = Picture(planes, info, config.untagged_matrix, config.untagged_range, config.interpolation, config.antialias)
+        folded, ops = (np.eye(CHANNELS), params.color) if config.clamp else fold(params.color)
+        if ops or params.blur or blend:
+            dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+            rgb = torch.empty(out.shape, dtype=dtype, device=out.device)
+            clamp = config.clamp and not blend
+            picture.write(params, frame_map[: len(rgb)], rgb, folded, config.fill, UNIT, clamp=clamp)
+            if blend:
+                following = torch.empty_like(rgb)
+                picture.write(params, frame_map[len(rgb) :], following, folded, config.fill, UNIT, clamp=False)
+                for t, share in enumerate(blend):
+                    rgb[t].lerp_(following[t], share)
+                rgb = rgb.clamp_(0, 1) if config.clamp else rgb
+            rgb = adjust(rgb, ops, clamp=config.clamp)
+            if params.blur and config.blur is not None:
+                rgb = blur(rgb, config.blur.kernel_size, params.blur)
+            store(rgb, self._scale, out)
+        else:
+            clamp = config.clamp or self.dtype == torch.uint8
+            picture.write(params, frame_map, out, folded, config.fill, self._scale, clamp=clamp)
+        if params.erase is not None and config.erasing is not None:
+            _erase(out, params.erase, config.erasing.value, params.noise)
+
+
+def _erase(out: torch.Tensor, box: Box, value: tuple[float, ...] | str, seed: int) -> None:
+    """Fills a box of (T, 3, H, W) with a value for each channel, or with noise that is the same on every device."""
+    top, left, height, width = box
+    place = out[:, :, top : top + height, left : left + width]
+    if isinstance(value, str):
+        noise = np.random.default_rng(seed).standard_normal((CHANNELS, height, width), np.float32)
+        place.copy_(torch.from_numpy(noise))
+        return
+    for channel, each in enumerate(value):
+        place[:, channel] = each
 
 
 def to_rgb(planes: Planes, info: VideoInfo, *, untagged_matrix: str = "auto", untagged_range: str = "limited") -> torch.Tensor:
@@ -102,29 +186,9 @@ def to_rgb(planes: Planes, info: VideoInfo, *, untagged_matrix: str = "auto", un
     Display rotation is applied, pixel aspect is not; deep samples are scaled to 8 bits without tone mapping. Values are rounded
     to nearest. ``untagged_matrix`` and ``untagged_range`` mean what they mean in :class:`TransformConfig`.
     """
-    matrix = rgb_from_codes(info, planes.format, untagged_matrix=untagged_matrix, untagged_range=untagged_range)
-    color = Color(matrix.astype(np.float32), np.full(3, 255, np.float32), np.zeros(3, np.float32))
     size = info.display_size
-    out = torch.empty((len(planes), _CHANNELS, *size), dtype=torch.uint8, device=planes.data.device)
-    _run(planes, info, geometry(info, planes.format, drawing.whole(size), size), color, range(len(planes)), out)
+    out = torch.empty((len(planes), CHANNELS, *size), dtype=torch.uint8, device=planes.data.device)
+    scale = np.full(CHANNELS, 255.0), np.zeros(CHANNELS)
+    picture = Picture(planes, info, untagged_matrix, untagged_range)
+    picture.write(whole(size), range(len(planes)), out, np.eye(CHANNELS), (0.0, 0.0, 0.0), scale)
     return out
-
-
-def _run(
-    planes: Planes, info: VideoInfo, sampling: Geometry, color: Color, frame_map: Sequence[int], out: torch.Tensor
-) -> None:
-    """``out`` is (T, 3, H, W) of any strides."""
-    wrong = [f for f in frame_map if not 0 <= f < len(planes)]
-    if wrong:
-        raise GraphError(f"frame_map asks for frame {wrong[0]} of {len(planes)} decoded frames", path=info.path)
-    word = torch.uint8 if planes.format.sample_bytes == 1 else torch.uint16
-    if planes.data.dtype != word:
-        raise GraphError(f"{planes.format.bits}-bit planes must be {word}, not {planes.data.dtype}", path=info.path)
-    if planes.data.device != out.device:
-        raise GraphError(f"planes are on {planes.data.device}, the clip on {out.device}", path=info.path)
-    if out.is_cuda:
-        kernel.transform(planes, sampling, color, frame_map, out)
-    elif out.device.type == "cpu":
-        reference.transform(planes, sampling, color, frame_map, out)
-    else:
-        raise GraphError(f"clips are made on CPU and CUDA devices, not on {out.device}", path=info.path)

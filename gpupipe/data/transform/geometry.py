@@ -4,7 +4,9 @@ Along an axis of n outputs, a box from ``start`` of length n · ``scale`` (in sa
 a triangle: output i is centred at c = start + scale (i + 1/2), sample x weighs max(0, 1 - |x + 1/2 - c| / support), for x in
 [low, high), and the weights are divided by their sum. ``support`` is max(1, scale) with antialias and 1 without. On a box of
 whole samples with low and high at its ends this is ``torch.nn.functional.interpolate(mode="bilinear", align_corners=False)``
-of the cut-out box.
+of the cut-out box. Bicubic has Keys's cubic (IEEE Trans. ASSP 29, 1981) in the triangle's place, twice as wide: with a = -1/2
+and weights divided by their sum with antialias, with a = -3/4 and edge samples repeated without, as torch has it. Nearest takes
+the sample that c lies in.
 
 Subsampled chroma is first brought to luma's positions, linearly between its two neighbours, its edge samples repeated. Both
 steps are linear, so a chroma sample's weight is the sum over luma positions of (resize weight · interpolation weight).
@@ -16,7 +18,9 @@ mirroring output indices and exchanging the axes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +28,31 @@ from numpy.typing import NDArray
 from gpupipe.data.transform.params import TransformParams
 from gpupipe.errors import GraphError
 from gpupipe.types import PlaneFormat, VideoInfo
+
+Filter = Literal["nearest", "bilinear", "bicubic"]
+Weights = NDArray[np.float64]
+
+
+def triangle(x: Weights) -> Weights:
+    """1 at 0, 0 from 1 on."""
+    shape: Weights = np.maximum(0.0, 1 - np.abs(x))
+    return shape
+
+
+def cubic(x: Weights, a: float) -> Weights:
+    """Keys's cubic convolution, 0 from 2 on."""
+    x = np.abs(x)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = a * (((x - 5) * x + 8) * x - 4)
+    shape: Weights = np.where(x < 1, near, np.where(x < 2, far, 0.0))
+    return shape
+
+
+def filter_of(name: Filter, *, antialias: bool) -> tuple[Callable[[Weights], Weights], int]:
+    """A filter as a function of the distance in supports, and the distance from which on it is 0."""
+    if name == "bicubic":
+        return (lambda x: cubic(x, -0.5 if antialias else -0.75)), 2
+    return triangle, 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +72,8 @@ class Axis:
     """Chroma samples a luma sample: 1, 1/2 or 1/4."""
     chroma_offset: float
     """Luma position of chroma sample 0."""
+    filter: Filter = "bilinear"
+    antialias: bool = True
 
     def max_taps(self) -> int:
         """The most luma samples that an output reads."""
@@ -52,17 +83,10 @@ class Axis:
         """The most chroma samples of one plane that an output reads."""
         return min(self.chroma_size, int((self.max_taps() - 1) * self.chroma_step) + 3)
 
-    def band(self, begin: int, end: int, *, chroma: bool) -> tuple[int, NDArray[np.float32]]:
+    def band(self, begin: int, end: int, *, chroma: bool) -> tuple[int, Weights]:
         """Weights of indices begin … end - 1 as (first sample, (end - begin, samples) matrix)."""
-        index = np.arange(begin, end)
-        centre = self.start + self.scale * (index + 0.5)
-        first = np.maximum(self.low, np.floor(centre - self.support + 0.5).astype(np.int64))
-        last = np.minimum(self.high, np.floor(centre + self.support + 0.5).astype(np.int64))
-        sample = first[:, None] + np.arange(int((last - first).max()))
-        weight = np.maximum(0.0, 1 - np.abs(sample + 0.5 - centre[:, None]) / self.support)
-        weight[sample >= last[:, None]] = 0
-        weight /= weight.sum(axis=1, keepdims=True)
-        sample = np.minimum(sample, last[:, None] - 1)
+        index: NDArray[np.int64] = np.arange(begin, end)
+        sample, weight = self._taps(np.float64(self.start) + self.scale * (index + 0.5))
         if chroma:
             place = np.clip((sample - self.chroma_offset) * self.chroma_step, 0, self.chroma_size - 1)
             below = place.astype(np.int64)
@@ -73,7 +97,24 @@ class Axis:
         width = int(sample.max()) - origin + 1
         cell = (index - begin)[:, None] * width + (sample - origin)
         flat = np.bincount(cell.ravel(), weights=weight.ravel(), minlength=len(index) * width)
-        return origin, flat.reshape(len(index), width).astype(np.float32)
+        return origin, flat.astype(np.float64).reshape(len(index), width)
+
+    def _taps(self, centre: Weights) -> tuple[NDArray[np.int64], Weights]:
+        """Luma samples that outputs with these centres read, (outputs, taps), and their weights."""
+        if self.filter == "nearest":
+            sample = np.clip(np.floor(centre).astype(np.int64), self.low, self.high - 1)[:, None]
+            return sample, np.ones(sample.shape)
+        kernel, radius = filter_of(self.filter, antialias=self.antialias)
+        reach = radius * self.support
+        first, last = (np.floor(centre + side + 0.5).astype(np.int64) for side in (-reach, reach))
+        repeats = self.filter == "bicubic" and not self.antialias
+        if not repeats:
+            first, last = np.maximum(self.low, first), np.minimum(self.high, last)
+        sample = first[:, None] + np.arange(int((last - first).max()))
+        weight = kernel((sample + 0.5 - centre[:, None]) / self.support)
+        weight[sample >= last[:, None]] = 0
+        weight /= weight.sum(axis=1, keepdims=True)
+        return np.clip(sample, self.low, np.minimum(last[:, None], self.high) - 1), weight
 
     def reach(self, *, chroma: bool) -> tuple[int, int]:
         """(first, last + 1) of all samples that the outputs read."""
@@ -109,7 +150,13 @@ def _subsampling(size: int, chroma_size: int) -> int:
 
 
 def geometry(
-    info: VideoInfo, planes: PlaneFormat, params: TransformParams, size: tuple[int, int], *, antialias: bool = True
+    info: VideoInfo,
+    planes: PlaneFormat,
+    params: TransformParams,
+    size: tuple[int, int],
+    *,
+    antialias: bool = True,
+    filter: Filter = "bilinear",
 ) -> Geometry:
     """Sampling of the stored frame for an output of ``size`` (height, width).
 
@@ -141,8 +188,9 @@ def geometry(
         axes.append(
             Axis(
                 start=start, scale=scale, support=max(1.0, scale) if antialias else 1.0, low=low, high=low + span,
-                outputs=size[k], mirror=against[k] != (params.hflip and k == 1), chroma_size=chroma_size,
+                outputs=size[k], mirror=against[k] != (params.vflip, params.hflip)[k], chroma_size=chroma_size,
                 chroma_step=1 / factor, chroma_offset=0.0 if cosited else (factor - 1) / 2,
+                filter=filter, antialias=antialias,
             )
         )  # fmt: skip
     return Geometry(axes[1], axes[0], True) if transposed else Geometry(axes[0], axes[1], False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -35,9 +34,12 @@ _CUDA_TYPES = {
     torch.uint8: "unsigned char",
 }
 
+_PLACES = ("start", "scale", "support", "chroma_step", "chroma_offset")
+_COUNTS = ("low", "high", "outputs", "mirror", "chroma_size")
+_AXIS_FIELDS = _PLACES + _COUNTS
 AXIS = np.dtype(
-    [("start", "f8"), ("scale", "f8"), ("support", "f8"), ("chroma_step", "f4"), ("chroma_offset", "f4")]
-    + [(name, "i4") for name in ("low", "high", "outputs", "mirror", "chroma_size", "max_taps", "max_chroma_taps", "unused")],
+    [(name, "f4" if name.startswith("chroma") else "f8") for name in _PLACES]
+    + [(name, "i4") for name in (*_COUNTS, "max_taps", "max_chroma_taps", "unused")],
     align=True,
 )
 PARAMS = np.dtype(
@@ -45,7 +47,7 @@ PARAMS = np.dtype(
     + [(name, "i8") for name in ("stride_time", "stride_channel", "stride_row", "stride_column")]
     + [("rows", AXIS), ("columns", AXIS), ("matrix", "f4", (3, 4)), ("gain", "f4", (3,)), ("bias", "f4", (3,))]
     + [(name, "i4") for name in ("transposed", "height", "width", "frames", "frames_per_block", "first_row", "frame_rows")]
-    + [(name, "i4") for name in ("u_row", "v_row", "u_column", "v_column", "chroma_pitch", "tabled", "unused")]
+    + [(name, "i4") for name in ("u_row", "v_row", "u_column", "v_column", "chroma_pitch", "tabled", "clamp")]
     + [("source", "i2", (MAX_FRAMES,)), ("target", "i2", (MAX_FRAMES,))],
     align=True,
 )
@@ -111,6 +113,7 @@ def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -
     _pack_axis(params["rows"], geometry.rows)
     _pack_axis(params["columns"], geometry.columns)
     params["matrix"], params["gain"], params["bias"] = color.matrix, color.gain, color.bias
+    params["clamp"] = color.clamp
     params["transposed"] = geometry.transposed
     params["height"], params["width"] = out.shape[2:]
     params["frame_rows"] = form.rows
@@ -130,6 +133,6 @@ def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -
 
 
 def _pack_axis(packed: Any, axis: Axis) -> None:
-    for field in dataclasses.fields(axis):
-        packed[field.name] = getattr(axis, field.name)
+    for name in _AXIS_FIELDS:
+        packed[name] = getattr(axis, name)
     packed["max_taps"], packed["max_chroma_taps"] = axis.max_taps(), axis.max_chroma_taps()

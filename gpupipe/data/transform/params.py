@@ -1,89 +1,112 @@
-"""What is random about a clip's transform, drawn before any pixel is touched, so that a clip can be made again."""
+"""What was drawn for a clip, as data: it can be read, kept as JSON, and applied again, to pixels and to what goes with them."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter, ValidationError
 
-from gpupipe.config import TransformConfig
+from gpupipe.errors import ConfigError
 
 Size = tuple[int, int]
+"""(height, width)"""
+Box = tuple[int, int, int, int]
+"""(top, left, height, width)"""
+Matrix = tuple[float, float, float, float, float, float]
+"""Rows of a 2x3 matrix, over (x, y, 1)."""
 
-_TRIES = 10
-"""Attempts of RandomResizedCrop before it takes the central crop, as in torchvision."""
+ColorName = Literal[
+    "brightness", "contrast", "saturation", "hue", "grayscale", "channel_drop", "sharpness", "posterize", "solarize",
+    "autocontrast", "equalize",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ColorOp:
+    """One change of colour, named as torchvision's functions.
+
+    Attributes:
+        name: which one.
+        value: factor of brightness, contrast, saturation and sharpness; turn of the hue in whole turns; number of the channel
+            that is dropped; bits that are kept; threshold in [0, 1]. 0 where there is nothing to choose.
+    """
+
+    name: ColorName
+    value: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class TransformParams:
-    """One box of the displayed frame, stretched over the output, for every frame of the clip.
+    """One box of the displayed frame, stretched over the output, for every frame of the clip, and what else is done to it.
 
     Attributes:
         crop: (top, left, height, width) of the box in display pixels (after rotation); pixel k covers k to k + 1.
         bounds: (top, left, height, width), whole display pixels: what the resize filter may read. The box itself for a crop
             that is cut out first and then resized; the whole frame for a frame that is resized first and then cut.
         hflip: whether the output is mirrored left to right.
+        vflip: whether the output is mirrored top to bottom.
+        affine: the place in the output before the move, from the place after it, both in output pixels; None: no move. Where
+            there is one, the filter may read the whole frame.
+        color: changes of colour, in the order in which they are done.
+        blur: standard deviation of the Gaussian in output pixels; 0: none.
+        erase: (top, left, height, width) in output pixels of the box that is erased.
+        noise: seed of the noise that fills that box, where it is noise.
+        frames: with ``draws="frame"``, the parameters of each frame; the fields above are then those of the first.
     """
 
     crop: tuple[float, float, float, float]
-    bounds: tuple[int, int, int, int]
+    bounds: Box
     hflip: bool = False
+    vflip: bool = False
+    affine: Matrix | None = None
+    color: tuple[ColorOp, ...] = ()
+    blur: float = 0.0
+    erase: Box | None = None
+    noise: int = 0
+    frames: tuple[TransformParams, ...] = ()
+
+    def matrix(self, size: Size) -> NDArray[np.float64]:
+        """(3, 3): the place (x, y, 1) in the displayed frame of a place in an output of ``size`` (height, width); in pixels,
+        with pixel k from k to k + 1 on both sides."""
+        (top, left, height, width), (rows, columns) = self.crop, size
+        across, down = width / columns, height / rows
+        place = np.array(
+            [
+                [-across, 0, left + width] if self.hflip else [across, 0, left],
+                [0, -down, top + height] if self.vflip else [0, down, top],
+                [0, 0, 1],
+            ],
+            dtype=np.float64,
+        )
+        return place if self.affine is None else place @ np.array([*self.affine, 0, 0, 1]).reshape(3, 3)
+
+    def to_json(self) -> str:
+        """These parameters as one line of JSON; :meth:`from_json` gives equal ones."""
+        return _adapter().dump_json(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> TransformParams:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            ConfigError: when it is not that; the field is named.
+        """
+        try:
+            return _adapter().validate_json(text)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"])) or "the text"
+            raise ConfigError(f"these are no transform parameters: {where}: {first['msg']}", fix="see to_json") from None
+
+
+def _adapter() -> TypeAdapter[TransformParams]:
+    return TypeAdapter(TransformParams)
 
 
 def whole(display_size: Size, *, hflip: bool = False) -> TransformParams:
     """The whole frame of ``display_size`` (height, width)."""
     height, width = display_size
     return TransformParams((0.0, 0.0, float(height), float(width)), (0, 0, height, width), hflip)
-
-
-def draw(config: TransformConfig, display_size: Size, rng: np.random.Generator) -> TransformParams:
-    """Draws the box and the flip for a video of ``display_size`` (height, width) in display pixels.
-
-    Generators in the same state give equal parameters.
-    """
-    hflip = bool(rng.random() < config.hflip)
-    if config.crop == "none":
-        return whole(display_size, hflip=hflip)
-    if config.crop == "random-resized":
-        top, left, height, width = _random_resized(config, display_size, rng)
-        return TransformParams((float(top), float(left), float(height), float(width)), (top, left, height, width), hflip)
-    return TransformParams(_window(config, display_size, rng), (0, 0, *display_size), hflip)
-
-
-def _random_resized(config: TransformConfig, display_size: Size, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """RandomResizedCrop as torchvision defines it (Szegedy et al., Going Deeper with Convolutions, CVPR 2015).
-
-    Area uniform in ``scale``, aspect ratio log-uniform in ``ratio``, sides rounded to pixels, place uniform; when ten boxes in
-    a row do not fit, the largest central box whose ratio lies in range.
-    """
-    height, width = display_size
-    narrowest, widest = config.ratio
-    for _ in range(_TRIES):
-        area = height * width * rng.uniform(*config.scale)
-        ratio = math.exp(rng.uniform(math.log(narrowest), math.log(widest)))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-        if 0 < w <= width and 0 < h <= height:
-            return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
-    ratio = min(max(width / height, narrowest), widest)
-    h = min(height, max(1, round(width / ratio)))
-    w = min(width, max(1, round(height * ratio)))
-    return (height - h) // 2, (width - w) // 2, h, w
-
-
-def _window(config: TransformConfig, display_size: Size, rng: np.random.Generator) -> tuple[float, float, float, float]:
-    """Where a window of ``size``, cut from the scaled frame, lies in the unscaled one.
-
-    The scaled frame has whole pixels, its long side rounded down as torchvision's ``Resize`` does; so the two axes' scales
-    differ a little. It is never smaller than the window: a ``short_side`` too small for this frame's shape is raised.
-    """
-    wanted = (config.short_side or 0) / min(display_size)
-    factor = max(wanted, config.size[0] / display_size[0], config.size[1] / display_size[1])
-    offsets, lengths = [], []
-    for window, source in zip(config.size, display_size, strict=True):
-        scaled = max(window, int(source * factor + 1e-6))
-        room = scaled - window
-        offset = round(room / 2) if config.crop == "center" else int(rng.integers(room + 1))
-        offsets.append(offset * source / scaled)
-        lengths.append(window * source / scaled)
-    return offsets[0], offsets[1], lengths[0], lengths[1]

@@ -2,104 +2,47 @@
 
 from __future__ import annotations
 
-import difflib
-import operator
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from gpupipe.config.augment import (
+    AffineConfig,
+    AutoAugmentConfig,
+    BlurConfig,
+    ColorJitterConfig,
+    ErasingConfig,
+    MixConfig,
+)
+from gpupipe.config.presets import PRESETS
+from gpupipe.config.ranges import Share, SpeedRange, ascending
+from gpupipe.config.stage import PathLike, StageConfig, names_only, whole_number
+from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
 
-PathLike = str | os.PathLike[str]
-Model = TypeVar("Model", bound="StageConfig")
-
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
-
-class StageConfig(BaseModel):
-    """Base of all stage configurations: frozen, strict about names, clear about errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    def __init__(self, **values: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                _names_only(value, f"{type(self).__name__}.{name}")
-        try:
-            super().__init__(**values)
-        except ValidationError as error:
-            raise _explain(type(self), error) from None
-
-    @classmethod
-    def parse(cls, value: Self | dict[str, Any] | None) -> Self:
-        """Takes an instance, a mapping of its fields, or None for the defaults.
-
-        Raises:
-            ConfigError: for an unknown field or a value outside its range.
-        """
-        if value is None:
-            return cls()
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, dict):
-            return cls(**_names_only(value, cls.__name__))
-        raise ConfigError(
-            f"{cls.__name__} expected, got {type(value).__name__}: {value!r}",
-            fix=f"pass {cls.__name__}(...) or a dict of its fields: {', '.join(cls.model_fields)}",
-        )
-
-
-def _whole(value: Any) -> int | None:
-    """A whole number, NumPy's included; None for anything else."""
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _names_only(values: dict[Any, Any], where: str) -> dict[str, Any]:
-    for key in values:
-        if not isinstance(key, str):
-            raise ConfigError(f"{where}: the key {key!r} is not a name", fix="see docs/api for the fields of each stage")
-    return values
-
-
-def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
-    """Turns pydantic's report into one sentence a field, with the nearest name for an unknown key."""
-    problems = []
-    fix = None
-    for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or model.__name__
-        cause = item.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # a nested stage has already explained itself
-            problems.append(cause.message)
-            fix = fix or cause.fix
-        elif item["type"] == "extra_forbidden":
-            close = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
-            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(model.model_fields)}"
-            problems.append(f"unknown key {where!r} in {model.__name__}{hint}")
-        else:
-            whole = where == model.__name__  # the input of such a fault is the mapping of all fields
-            given = "" if item["type"] == "missing" or whole else f" (got {item['input']!r})"
-            name = model.__name__ if where == model.__name__ else f"{model.__name__}.{where}"
-            problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{given}")
-    return ConfigError("; ".join(problems), fix=fix or _meaning(model, error.errors()[0]["loc"]))
-
-
-def _meaning(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
-    """What the field at a place of a model is for; for a place that is no field, which fields there are."""
-    for part in place:
-        field = model.model_fields.get(str(part))
-        if field is None:
-            break
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
-        elif field.description:
-            return f"{part}: {' '.join(field.description.replace('``', '`').split())}"
-    return f"{model.__name__} has {', '.join(model.model_fields)}"
+__all__ = [
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "PRESETS",
+    "AffineConfig",
+    "AutoAugmentConfig",
+    "BatchConfig",
+    "BlurConfig",
+    "CacheConfig",
+    "ClipConfig",
+    "ColorJitterConfig",
+    "DecodeConfig",
+    "ErasingConfig",
+    "JitterConfig",
+    "LoaderConfig",
+    "MixConfig",
+    "PathLike",
+    "SourceConfig",
+    "StageConfig",
+    "TransformConfig",
+]
 
 
 class SourceConfig(StageConfig):
@@ -131,6 +74,14 @@ class ClipConfig(StageConfig):
     Networks, ECCV 2016)."""
     clips_per_video: Annotated[int, Field(ge=1, le=256)] = 1
     """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
+    speed: SpeedRange = (1.0, 1.0)
+    """TimeWarp: how many times as fast the clip runs, drawn uniformly from (low, high); one number fixes it. The distance
+    between frames, by ``stride`` or ``fps``, is multiplied by it."""
+    blend: bool = False
+    """What is shown at a time between two frames, as ``speed`` and ``fps`` make them: True: both, blended linearly by time;
+    False: one of them, the nearest for ``stride``, the one on show for ``fps``."""
+    reverse: Share = 0.0
+    """ReverseTime: the probability that the clip runs backwards."""
     pad: Literal["repeat-last", "loop", "error"] = "repeat-last"
     """What stands in for frames past the end of a short video; ``mask`` is False there."""
 
@@ -140,60 +91,9 @@ class ClipConfig(StageConfig):
             raise ValueError("give stride or fps, not both")
         if self.sampling in ("uniform", "stratified") and (self.fps is not None or self.stride != 1):
             raise ValueError(f"sampling={self.sampling!r} spans the whole video, so stride and fps do not apply")
-        return self
-
-
-class TransformConfig(StageConfig):
-    """From decoded planes to a normalised clip. Names and meanings follow torchvision.transforms.v2."""
-
-    size: tuple[Annotated[int, Field(ge=1, le=8192)], Annotated[int, Field(ge=1, le=8192)]] = (224, 224)
-    """(height, width) of the output in pixels; one number means a square."""
-    crop: Literal["random-resized", "random", "center", "none"] = "random-resized"
-    """``random-resized``: RandomResizedCrop. ``random`` and ``center``: the shorter side is scaled to ``short_side``, then a
-    window of ``size`` is taken. ``none``: the whole frame is scaled to ``size`` (aspect ratio not kept)."""
-    scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
-    """Range of the crop's area as a share of the frame's, for ``random-resized``."""
-    ratio: tuple[Annotated[float, Field(ge=1e-4, le=1e4)], Annotated[float, Field(ge=1e-4, le=1e4)]] = (3 / 4, 4 / 3)
-    """Range of the crop's aspect ratio (width / height), for ``random-resized``."""
-    short_side: Annotated[int, Field(ge=1)] | None = None
-    """Length in pixels of the scaled shorter side for ``random`` and ``center``; None: just large enough for ``size``."""
-    hflip: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """Probability of a horizontal flip of the whole clip."""
-    antialias: bool = True
-    """Widen the bilinear filter by the shrink factor, as ``torch.nn.functional.interpolate(antialias=True)`` does."""
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    """Subtracted from RGB in [0, 1]. Not applied to ``dtype='uint8'``."""
-    std: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = IMAGENET_STD
-    """Divides what ``mean`` left. Not applied to ``dtype='uint8'``."""
-    dtype: Literal["bfloat16", "float16", "float32", "uint8"] = "bfloat16"
-    layout: Literal["NCTHW", "NTCHW"] = "NCTHW"
-    untagged_matrix: Literal["auto", "bt601", "bt709"] = "auto"
-    """Colour matrix of streams that do not state one; ``auto``: BT.709 where the shorter side has 720 pixels or more, else
-    BT.601."""
-    untagged_range: Literal["limited", "full"] = "limited"
-    """Sample range of streams that do not state one."""
-
-    @field_validator("dtype", mode="before")
-    @classmethod
-    def _torch_dtype(cls, value: Any) -> Any:
-        return str(value).removeprefix("torch.")
-
-    @field_validator("size", mode="before")
-    @classmethod
-    def _square(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            return value
-        number = _whole(value)
-        return value if number is None else (number, number)
-
-    @model_validator(mode="after")
-    def _ranges_ascend(self) -> Self:
-        for name in ("scale", "ratio"):
-            low, high = getattr(self, name)
-            if low > high:
-                raise ValueError(f"{name} must be (low, high), got ({low}, {high})")
-        if self.short_side is not None and self.crop in ("random", "center") and self.short_side < min(self.size):
-            raise ValueError(f"short_side={self.short_side} is smaller than the crop size {self.size}")
+        ascending("speed", self.speed)
+        if self.sampling in ("uniform", "stratified") and self.speed != (1.0, 1.0):
+            raise ValueError(f"sampling={self.sampling!r} spans the whole video, so speed does not apply")
         return self
 
 
@@ -265,6 +165,7 @@ class LoaderConfig(StageConfig):
     source: SourceConfig = SourceConfig()
     clip: ClipConfig = ClipConfig()
     transform: TransformConfig = TransformConfig()
+    """The name of a preset stands for ``{"preset": name}``."""
     batch: BatchConfig = BatchConfig()
     """One number means batches of that size."""
     decode: DecodeConfig = DecodeConfig()
@@ -289,7 +190,7 @@ class LoaderConfig(StageConfig):
     @field_validator("batch", mode="before")
     @classmethod
     def _batch_of_size(cls, value: Any) -> Any:
-        size = None if isinstance(value, bool) else _whole(value)
+        size = None if isinstance(value, bool) else whole_number(value)
         return value if size is None else {"size": size}
 
     @field_validator("columns", mode="before")
@@ -298,7 +199,8 @@ class LoaderConfig(StageConfig):
         return (value,) if isinstance(value, str) else value
 
     def override(self, values: dict[str, Any]) -> Self:
-        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest.
+        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest; one
+        that names a preset begins anew from that.
 
         Raises:
             ConfigError: for an unknown field or a value outside its range.
@@ -307,7 +209,8 @@ class LoaderConfig(StageConfig):
         for name, value in values.items():
             stage = getattr(self, name, None)
             part = self._batch_of_size(value) if name == "batch" else value
-            if isinstance(stage, StageConfig) and isinstance(part, dict):
+            part = {"preset": part} if name == "transform" and isinstance(part, str) else part
+            if isinstance(stage, StageConfig) and isinstance(part, dict) and "preset" not in part:
                 merged[name] = {field: getattr(stage, field) for field in stage.model_fields_set} | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 
@@ -321,6 +224,11 @@ class LoaderConfig(StageConfig):
     def _visits_fit_batches(self) -> Self:
         if self.batch.size % self.clip.clips_per_video:
             raise ValueError(f"batch.size={self.batch.size} is no multiple of clips_per_video={self.clip.clips_per_video}")
+        if self.clip.clips_per_video % self.transform.crops:
+            raise ValueError(
+                f"transform.crop={self.transform.crop!r} makes {self.transform.crops} clips of the same frames: "
+                f"clips_per_video={self.clip.clips_per_video} is no multiple of that"
+            )
         return self
 
     @classmethod
@@ -349,7 +257,7 @@ class LoaderConfig(StageConfig):
             raise ConfigError(
                 f"{path} holds a {type(values).__name__}, not a mapping of stage names", fix="see samples/loader.yaml"
             )
-        return cls(**_names_only(values or {}, str(path)))
+        return cls(**names_only(values or {}, str(path)))
 
     def to_yaml(self, path: PathLike) -> None:
         """Writes all fields, defaults included, so that the file records the run.

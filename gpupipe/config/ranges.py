@@ -1,0 +1,78 @@
+"""Kinds of values that several fields share, and the short forms in which people write them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _around_one(value: Any) -> Any:
+    """b means [max(0, 1 - b), 1 + b], as in torchvision's ColorJitter."""
+    if _number(value):
+        if value < 0:
+            raise ValueError("must not be negative")
+        return (max(0.0, 1.0 - value), 1.0 + value)
+    return value
+
+
+def _around_zero(value: Any) -> Any:
+    """d means [-d, d]."""
+    if _number(value):
+        if value < 0:
+            raise ValueError("must not be negative")
+        return (-value, value)
+    return value
+
+
+def _shears(value: Any) -> Any:
+    """s means [-s, s] along x, as in torchvision's RandomAffine; two numbers are the range along x, four both ranges."""
+    value = _around_zero(value)
+    return (*value, 0.0, 0.0) if isinstance(value, list | tuple) and len(value) == 2 else value
+
+
+def _twice(value: Any) -> Any:
+    return (value, value) if _number(value) else value
+
+
+def _three_times(value: Any) -> Any:
+    return (value, value, value) if _number(value) else value
+
+
+def ascending(name: str, value: tuple[float, ...] | None) -> None:
+    """Raises ValueError unless ``value`` is (low, high) with low <= high."""
+    if value is not None and value[0] > value[1]:
+        raise ValueError(f"{name} must be (low, high), got ({value[0]}, {value[1]})")
+
+
+Share = Annotated[float, Field(ge=0, le=1)]
+"""A probability, or a part of a whole."""
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Part = Annotated[float, Field(gt=0, le=1)]
+Ratio = Annotated[float, Field(ge=1e-4, le=1e4)]
+
+FactorRange = Annotated[tuple[NotNegative, NotNegative], BeforeValidator(_around_one)]
+"""Range of a factor; one number b means [max(0, 1 - b), 1 + b]."""
+HueRange = Annotated[
+    tuple[Annotated[float, Field(ge=-0.5, le=0.5)], Annotated[float, Field(ge=-0.5, le=0.5)]], BeforeValidator(_around_zero)
+]
+"""Range of a turn of the hue, in whole turns; one number h means [-h, h]."""
+Degrees = Annotated[float, Field(ge=-360, le=360)]
+DegreeRange = Annotated[tuple[Degrees, Degrees], BeforeValidator(_around_zero)]
+"""Range of an angle in degrees; one number d means [-d, d]."""
+Shear = Annotated[float, Field(gt=-90, lt=90)]
+ShearRange = Annotated[tuple[Shear, Shear, Shear, Shear], BeforeValidator(_shears)]
+"""Ranges of the shears along x and y in degrees, (low x, high x, low y, high y)."""
+SigmaRange = Annotated[tuple[Positive, Positive], BeforeValidator(_twice)]
+SpeedRange = Annotated[
+    tuple[Annotated[float, Field(ge=1 / 64, le=64)], Annotated[float, Field(ge=1 / 64, le=64)]], BeforeValidator(_twice)
+]
+Color = Annotated[tuple[Share, Share, Share], BeforeValidator(_three_times)]
+"""R, G and B in [0, 1]; one number means a grey."""
+Values = Annotated[tuple[float, float, float], BeforeValidator(_three_times)]
+"""One value for each channel; one number stands for all three."""

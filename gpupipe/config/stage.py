@@ -1,0 +1,105 @@
+"""The base of every stage's model: frozen, strict about names, and clear about what is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import os
+import re
+from typing import Any, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from gpupipe.errors import ConfigError
+
+PathLike = str | os.PathLike[str]
+Model = TypeVar("Model", bound="StageConfig")
+
+
+class StageConfig(BaseModel):
+    """Base of all stage configurations: frozen, strict about names, clear about errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, dict):
+                names_only(value, f"{type(self).__name__}.{name}")
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _explain(type(self), error) from None
+
+    @classmethod
+    def parse(cls, value: Self | dict[str, Any] | None) -> Self:
+        """Takes an instance, a mapping of its fields, or None for the defaults.
+
+        Raises:
+            ConfigError: for an unknown field or a value outside its range.
+        """
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            return cls(**names_only(value, cls.__name__))
+        raise ConfigError(
+            f"{cls.__name__} expected, got {type(value).__name__}: {value!r}",
+            fix=f"pass {cls.__name__}(...) or a dict of its fields: {', '.join(cls.model_fields)}",
+        )
+
+
+def whole_number(value: Any) -> int | None:
+    """A whole number, NumPy's included; None for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def names_only(values: dict[Any, Any], where: str) -> dict[str, Any]:
+    for key in values:
+        if not isinstance(key, str):
+            raise ConfigError(f"{where}: the key {key!r} is not a name", fix="see docs/api for the fields of each stage")
+    return values
+
+
+def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
+    """Turns pydantic's report into one sentence a field, with the nearest name for an unknown key."""
+    problems = []
+    fix = None
+    for item in error.errors():
+        # After the field's own name only positions: names there are those of the kinds of value that it may have.
+        place = [str(part) for k, part in enumerate(item["loc"]) if k == 0 or isinstance(part, int)]
+        where = ".".join(place) or model.__name__
+        cause = item.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):  # a nested stage has already explained itself
+            problems.append(cause.message)
+            fix = fix or cause.fix
+        elif item["type"] == "extra_forbidden":
+            close = difflib.get_close_matches(str(item["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(model.model_fields)}"
+            problems.append(f"unknown key {where!r} in {model.__name__}{hint}")
+        else:
+            if item["type"] == "literal_error" and isinstance(item["input"], str):
+                known = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+                close = difflib.get_close_matches(item["input"], known, n=1, cutoff=0.5)
+                item["msg"] += f"; did you mean {close[0]!r}?" if close else ""
+            whole = where == model.__name__  # the input of such a fault is the mapping of all fields
+            given = "" if item["type"] == "missing" or whole else f" (got {item['input']!r})"
+            name = model.__name__ if where == model.__name__ else f"{model.__name__}.{where}"
+            problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{given}")
+    return ConfigError("; ".join(problems), fix=fix or _meaning(model, error.errors()[0]["loc"]))
+
+
+def _meaning(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
+    """What the field at a place of a model is for; for a place that is no field, which fields there are."""
+    for part in place:
+        field = model.model_fields.get(str(part))
+        if field is None:
+            break
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            model = field.annotation
+        elif field.description:
+            return f"{part}: {' '.join(field.description.replace('``', '`').split())}"
+    return f"{model.__name__} has {', '.join(model.model_fields)}"

@@ -1,0 +1,163 @@
+"""The configuration of the clip transform."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from gpupipe.config.augment import (
+    AffineConfig,
+    AutoAugmentConfig,
+    BlurConfig,
+    ColorJitterConfig,
+    ErasingConfig,
+    MixConfig,
+)
+from gpupipe.config.presets import preset
+from gpupipe.config.ranges import Color, Part, Positive, Ratio, Share, ascending
+from gpupipe.config.stage import StageConfig, whole_number
+from gpupipe.errors import ConfigError
+
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
+
+Side = Annotated[int, Field(ge=1, le=8192)]
+WINDOWS = ("random", "center", "three")
+"""Crops that take a window of ``size`` from the scaled frame."""
+
+
+class TransformConfig(StageConfig):
+    """From decoded planes to a normalised clip. Names and meanings follow torchvision.transforms.v2.
+
+    Whatever the order of the fields, a clip is made in this one: crop, resize, flips and affine move in one resampling; YUV to
+    RGB; automatic augmentation, colour jitter, grayscale, channel drop; blur; normalisation; erasing."""
+
+    preset: str | None = None
+    """``kinetics_train``, ``kinetics_eval``, ``videomae`` or ``diffusion``: sets further fields; those given here win."""
+    size: tuple[Side, Side] = (224, 224)
+    """(height, width) of the output in pixels; one number means a square."""
+    crop: Literal["random-resized", "random", "center", "three", "multi-scale", "none"] = "random-resized"
+    """``random-resized``: RandomResizedCrop. ``random`` (RandomCrop), ``center`` (CenterCrop) and ``three`` (ThreeCrop): the
+    shorter side is scaled to ``short_side``, then a window of ``size`` is taken; ``three`` takes three along the longer side,
+    for three clips of the same frames: ``clips_per_video`` must be a multiple of 3. ``multi-scale``: MultiScaleCrop (Wang et
+    al., Temporal Segment Networks, ECCV 2016). ``none`` (Resize): the whole frame is scaled to ``size`` (aspect ratio not
+    kept)."""
+    scale: tuple[Part, Part] = (0.08, 1.0)
+    """Range of the crop's area as a share of the frame's, for ``random-resized``."""
+    ratio: tuple[Ratio, Ratio] = (3 / 4, 4 / 3)
+    """Range of the crop's aspect ratio (width / height), for ``random-resized``."""
+    multi_scale: Annotated[tuple[Part, ...], Field(min_length=1, max_length=16)] = (1.0, 0.875, 0.75, 0.66)
+    """Sides of the crop as shares of the frame's shorter side, for ``multi-scale``; neighbours in the list may be paired."""
+    short_side: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    """Length in pixels of the scaled shorter side for ``random``, ``center`` and ``three``; (low, high): drawn uniformly for
+    each clip (RandomShortSideScale); None: just large enough for ``size``."""
+    hflip: Share = 0.5
+    """Probability of a horizontal flip of the whole clip."""
+    vflip: Share = 0.0
+    """Probability of a vertical flip of the whole clip."""
+    affine: AffineConfig | None = None
+    """RandomAffine: rotation, shift, zoom and shear of the output."""
+    fill: Color = (0.0, 0.0, 0.0)
+    """RGB in [0, 1] of what lies outside of the frame."""
+    interpolation: Literal["nearest", "bilinear", "bicubic"] = "bilinear"
+    """``nearest`` is torch's ``nearest-exact``: the sample whose centre is nearest to the output's."""
+    antialias: bool = True
+    """Widen the filter by the shrink factor, as ``torch.nn.functional.interpolate(antialias=True)`` does."""
+    auto_augment: AutoAugmentConfig | None = None
+    """RandAugment or TrivialAugment."""
+    color_jitter: ColorJitterConfig | None = None
+    """Brightness, contrast, saturation and hue."""
+    grayscale: Share = 0.0
+    """Probability of RandomGrayscale: all channels become the luma of BT.601, as in torchvision."""
+    channel_drop: Share = 0.0
+    """Probability that one of R, G and B, drawn evenly, becomes 0."""
+    clamp: bool = True
+    """Keep RGB within [0, 1] after each step that could leave it, as the separate operations do. Without, what is linear is
+    one matrix, and values beyond go on to the normalisation. dtype ``uint8`` is always clamped at the end."""
+    blur: BlurConfig | None = None
+    """GaussianBlur."""
+    mean: tuple[float, float, float] = IMAGENET_MEAN
+    """Subtracted from RGB in [0, 1]. Not applied to ``dtype='uint8'``."""
+    std: tuple[Positive, Positive, Positive] = IMAGENET_STD
+    """Divides what ``mean`` left. Not applied to ``dtype='uint8'``."""
+    erasing: ErasingConfig | None = None
+    """RandomErasing."""
+    draws: Literal["clip", "frame"] = "clip"
+    """Whether the frames of a clip share one draw of all that is random above, or each has its own."""
+    mix: MixConfig | None = None
+    """MixUp, CutMix and label smoothing on the finished batch."""
+    dtype: Literal["bfloat16", "float16", "float32", "uint8"] = "bfloat16"
+    layout: Literal["NCTHW", "NTCHW"] = "NCTHW"
+    memory_format: Literal["contiguous_format", "channels_last_3d"] = "contiguous_format"
+    """``channels_last_3d``: ``NCTHW`` with the channels side by side in memory, as cuDNN's convolutions like it."""
+    untagged_matrix: Literal["auto", "bt601", "bt709"] = "auto"
+    """Colour matrix of streams that do not state one; ``auto``: BT.709 where the shorter side has 720 pixels or more, else
+    BT.601."""
+    untagged_range: Literal["limited", "full"] = "limited"
+    """Sample range of streams that do not state one."""
+
+    @classmethod
+    def parse(cls, value: Self | dict[str, Any] | str | None) -> Self:
+        """Takes an instance, the name of a preset, a mapping of fields, or None for the defaults.
+
+        Raises:
+            ConfigError: for an unknown name or a value outside its range.
+        """
+        return cls(preset=value) if isinstance(value, str) else super().parse(value)
+
+    @property
+    def crops(self) -> int:
+        """Clips that show the same frames, each another part of the picture."""
+        return 3 if self.crop == "three" else 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, values: Any) -> Any:
+        if isinstance(values, str):
+            values = {"preset": values}
+        if isinstance(values, dict) and values.get("preset") is not None:
+            return preset(values["preset"]) | values
+        return values
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _torch_dtype(cls, value: Any) -> Any:
+        return str(value).removeprefix("torch.")
+
+    @field_validator("memory_format", mode="before")
+    @classmethod
+    def _torch_format(cls, value: Any) -> Any:
+        return str(value).removeprefix("torch.")
+
+    @field_validator("size", mode="before")
+    @classmethod
+    def _square(cls, value: Any) -> Any:
+        if isinstance(value, bool):
+            return value
+        number = whole_number(value)
+        return value if number is None else (number, number)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        for name in ("scale", "ratio"):
+            ascending(name, getattr(self, name))
+        if isinstance(self.short_side, tuple):
+            ascending("short_side", self.short_side)
+        shortest = min(self.short_side) if isinstance(self.short_side, tuple) else self.short_side
+        if shortest is not None and self.crop in WINDOWS and shortest < min(self.size):
+            raise ValueError(f"short_side={self.short_side} is smaller than the crop size {self.size}")
+        if self.memory_format == "channels_last_3d" and self.layout != "NCTHW":
+            raise ValueError(f"memory_format='channels_last_3d' needs layout='NCTHW', not {self.layout!r}")
+        if self.blur is not None and self.blur.kernel_size // 2 >= min(self.size):
+            raise ValueError(f"blur.kernel_size={self.blur.kernel_size} reaches across the whole output of {self.size}")
+        value = self.erasing.value if self.erasing is not None else ()
+        if self.dtype == "uint8" and (value == "random" or not all(0 <= v <= 255 for v in value)):
+            raise ValueError(f"erasing.value={value!r} does not fit dtype='uint8'")
+        return self
+
+    @model_validator(mode="after")
+    def _draws_that_make_sense(self) -> Self:
+        if self.draws == "frame" and self.crop == "three":
+            raise ConfigError("draws='frame' and crop='three' exclude each other", fix="draw per clip")
+        return self

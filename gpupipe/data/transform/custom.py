@@ -1,0 +1,124 @@
+"""A user's own transforms, any callables on a :class:`gpupipe.types.Clip`, before and after gpupipe's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from gpupipe.data.order import AFTER, BEFORE, clip_generator
+from gpupipe.data.transform import ClipTransform, to_rgb
+from gpupipe.device.texture import BASE_BYTES
+from gpupipe.errors import GraphError
+from gpupipe.types import Clip, ClipRecord, ClipRequest, FramePick, PlaneFormat, Planes, VideoInfo
+
+UserTransform = Callable[[Clip], "Clip | torch.Tensor | None"]
+"""Gives the new pixels, or the clip that holds them, or None when it has changed ``clip.video`` in place."""
+
+
+class Source(NamedTuple):
+    """What a clip is made of: as :meth:`ClipTransform.apply` wants it."""
+
+    planes: Planes
+    info: VideoInfo
+    frame_map: Sequence[int]
+    blend: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Custom:
+    """What is called before and after the clip transform, in the thread and on the stream that make the clip.
+
+    Attributes:
+        before: gets ``clip.video`` (T, 3, H, W) uint8 RGB of the displayed frames, its own copy, and no ``params`` yet; gives
+            (T, 3, H', W') of any size, uint8 or floating point in [0, 1], which is rounded to 8 bits. What it is given went
+            through 8-bit RGB too: both are a price of the callable.
+        after: gets ``clip.video``, the clip's place in the batch, in the batch's layout, dtype and normalisation; gives the
+            same shape and dtype.
+    """
+
+    before: UserTransform | None = None
+    after: UserTransform | None = None
+
+    def prepare(
+        self, planes: Planes, info: VideoInfo, frame_map: Sequence[int], pick: FramePick, request: ClipRequest, number: int
+    ) -> Source:
+        """The frames of clip ``number`` of a request, changed by ``before``.
+
+        Returns:
+            What was given, where there is no ``before``.
+
+        Raises:
+            GraphError: when ``before`` gives something that is no frames.
+        """
+        if self.before is None:
+            return Source(planes, info, frame_map, pick.blend)
+        frames = sorted(set(frame_map))
+        words = (
+            planes.data if planes.format.sample_bytes == 1 else planes.data.view(torch.int16)
+        )  # torch picks signed ones only
+        picked = Planes(words[torch.tensor(frames, device=words.device)].view(planes.data.dtype), planes.format)
+        rgb = to_rgb(picked, info)
+        rgb = rgb[torch.tensor([frames.index(f) for f in frame_map], device=rgb.device)]
+        if pick.blend:
+            now, following = rgb.float().chunk(2)
+            shares = torch.tensor(pick.blend, dtype=torch.float32, device=rgb.device).view(-1, 1, 1, 1)
+            rgb = now.lerp_(following, shares).round_().to(torch.uint8)
+        video = self._call("before", self.before, Clip(rgb, info, pick, clip_generator(request, BEFORE, number)))
+        if video.ndim != 4 or video.shape[:2] != rgb.shape[:2] or 0 in video.shape:
+            raise GraphError(f"before= gave {tuple(video.shape)}, not ({len(rgb)}, 3, H, W)", path=info.path)
+        if video.device != rgb.device:
+            raise GraphError(f"before= gave frames on {video.device}, not on {rgb.device}", path=info.path)
+        if video.is_floating_point():
+            video = (video.clamp(0, 1) * 255).round_()
+        elif video.dtype != torch.uint8:
+            raise GraphError(f"before= gave {video.dtype}, not uint8 or a floating-point type", path=info.path)
+        return Source(*_as_planes(video, info), range(len(video)))
+
+    def finish(self, slot: torch.Tensor, info: VideoInfo, record: ClipRecord, transform: ClipTransform) -> None:
+        """Changes a finished clip in its slot by ``after``.
+
+        Raises:
+            GraphError: when ``after`` gives another shape or dtype.
+        """
+        if self.after is None:
+            return
+        rng = clip_generator(record.request, AFTER, record.clip)
+        video = self._call("after", self.after, Clip(slot, info, record.pick, rng, record.params))
+        if video is slot:
+            return
+        if tuple(video.shape) != transform.clip_shape or video.dtype != transform.dtype:
+            raise GraphError(
+                f"after= gave {video.dtype} {tuple(video.shape)}, the batch has {transform.dtype} {transform.clip_shape}",
+                path=info.path,
+            )
+        slot.copy_(video)
+
+    def _call(self, name: str, function: UserTransform, clip: Clip) -> torch.Tensor:
+        try:
+            given = function(clip)
+        except Exception as error:
+            error.add_note(f"raised by the transform {name}={function!r} for {clip.info.path}")
+            raise
+        video = clip.video if given is None else given.video if isinstance(given, Clip) else given
+        if not isinstance(video, torch.Tensor):
+            raise GraphError(f"{name}= gave a {type(video).__name__}, not a tensor, a Clip or None", path=clip.info.path)
+        return video
+
+
+NO_CUSTOM = Custom()
+
+
+def _as_planes(video: torch.Tensor, info: VideoInfo) -> tuple[Planes, VideoInfo]:
+    """RGB in 8 bits as full-range planes in the order that H.273's identity matrix has: G, B, R. Nothing is lost by it."""
+    count, _, height, width = video.shape
+    pitch = -(-width // BASE_BYTES) * BASE_BYTES  # as textures want it
+    data = torch.zeros((count, 3 * height, pitch), dtype=torch.uint8, device=video.device)
+    for row, channel in enumerate((1, 2, 0)):
+        data[:, row * height : (row + 1) * height, :width] = video[:, channel]
+    plain = replace(
+        info, width=width, height=height, rotation=0, color_matrix="rgb", color_range="full", bit_depth=8, coded_size=None
+    )
+    return Planes(data, PlaneFormat(width, height, width, height)), plain

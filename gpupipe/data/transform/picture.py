@@ -1,0 +1,117 @@
+"""Decoded frames as RGB, sampled as a clip's parameters say: by one launch where the axes stay apart, else in two steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpupipe.data.transform import affine, kernel, reference
+from gpupipe.data.transform.color import rgb_from_codes
+from gpupipe.data.transform.geometry import Filter, geometry
+from gpupipe.data.transform.params import Size, TransformParams
+from gpupipe.data.transform.reference import Color
+from gpupipe.errors import GraphError
+from gpupipe.types import Planes, VideoInfo
+
+CHANNELS = 3
+_CHUNK_BYTES = 64 << 20
+"""Size of the RGB frames at their own size up to which they are moved together."""
+
+Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""(gain, bias) of each channel: value = RGB * gain + bias."""
+
+
+UNIT: Scale = (np.ones(CHANNELS), np.zeros(CHANNELS))
+"""Leaves RGB as it is."""
+
+
+def store(rgb: torch.Tensor, scale: Scale, out: torch.Tensor) -> None:
+    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range.
+
+    By plain numbers: a tensor of them would have to be copied to the device, and the host would wait for that."""
+    for channel, (gain, bias) in enumerate(zip(*(s.tolist() for s in scale), strict=True)):
+        values = rgb[:, channel] * gain + bias
+        out[:, channel].copy_(values.round_().clamp_(0, 255) if out.dtype == torch.uint8 else values)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Decoded frames, and how their samples are read."""
+
+    planes: Planes
+    info: VideoInfo
+    untagged_matrix: str = "auto"
+    untagged_range: str = "limited"
+    filter: Filter = "bilinear"
+    antialias: bool = True
+
+    def write(
+        self,
+        params: TransformParams,
+        frame_map: Sequence[int],
+        out: torch.Tensor,
+        folded: NDArray[np.float64],
+        fill: tuple[float, float, float],
+        scale: Scale,
+        *,
+        clamp: bool = True,
+    ) -> None:
+        """Writes frames to ``out`` (T, 3, H, W) of any strides, sampled as ``params`` says: RGB times ``folded`` (3, 3), then
+        scaled. Where a move shows what lies outside of the frame, ``fill`` stands in for RGB."""
+        planes, info = self.planes, self.info
+        word = torch.uint8 if planes.format.sample_bytes == 1 else torch.uint16
+        if planes.data.dtype != word:
+            raise GraphError(f"{planes.format.bits}-bit planes must be {word}, not {planes.data.dtype}", path=info.path)
+        if planes.data.device != out.device:
+            raise GraphError(f"planes are on {planes.data.device}, the clip on {out.device}", path=info.path)
+        matrix = folded @ rgb_from_codes(
+            info, planes.format, untagged_matrix=self.untagged_matrix, untagged_range=self.untagged_range
+        )
+        if params.affine is not None or (out.is_cuda and self.filter != "bilinear"):
+            self.two_steps(params, frame_map, out, matrix, folded @ np.array(fill), scale, clamp=clamp)
+            return
+        size = (int(out.shape[2]), int(out.shape[3]))
+        sampling = geometry(info, planes.format, params, size, antialias=self.antialias, filter=self.filter)
+        run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
+        run(planes, sampling, Color(matrix, *scale, clamp), frame_map, out)
+
+    def two_steps(
+        self,
+        params: TransformParams,
+        frame_map: Sequence[int],
+        out: torch.Tensor,
+        matrix: NDArray[np.float64],
+        fill: NDArray[np.float64],
+        scale: Scale,
+        *,
+        clamp: bool,
+    ) -> None:
+        """The way of clips that are turned or sheared, and on CUDA of those whose filter the kernel has not: RGB of the part of
+        the frame in reach at its own size, then one sampling of that. Arguments as for :meth:`write`."""
+        size: Size = (int(out.shape[2]), int(out.shape[3]))
+        place = params.matrix(size)
+        box = params.bounds
+        if params.affine is not None:
+            box = affine.reach(place, size, self.info.display_size, antialias=self.antialias)
+        top, left, height, width = box
+        place[:2, 2] -= left, top
+        part = TransformParams((float(top), float(left), float(height), float(width)), box)
+        dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
+        together = max(1, _CHUNK_BYTES // (12 * height * width))
+        for begin in range(0, len(frame_map), together):
+            chunk = frame_map[begin : begin + together]
+            rgb = torch.empty((len(chunk), CHANNELS, height, width), dtype=dtype, device=out.device)
+            sampling = geometry(self.info, self.planes.format, part, (height, width))
+            run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
+            run(self.planes, sampling, Color(matrix, *UNIT, clamp=False), chunk, rgb)
+            if params.affine is None:
+                moved = affine.stretch(rgb, place, size, filter=self.filter, antialias=self.antialias)
+            else:
+                moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias)
+                for channel, value in enumerate(fill.tolist()):
+                    moved[:, channel].add_(1 - cover, alpha=value)
+            store(moved.clamp_(0, 1) if clamp else moved, scale, out[begin : begin + len(chunk)])

@@ -1,0 +1,139 @@
+"""The whole transform in float32 against itself in float64, and that against the long way round: every format, any size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plane_cases import clip_exact, make_format, make_info, make_planes, random_case, resize_exact, rgb_exact
+
+from gpupipe.config import TransformConfig
+from gpupipe.data import index as indices
+from gpupipe.data.decode import cpu
+from gpupipe.data.plan import make_plan
+from gpupipe.data.transform import ClipTransform, TransformParams, affine
+from gpupipe.data.transform.color import rgb_from_codes
+from gpupipe.data.transform.params import ColorOp
+from gpupipe.data.transform.picture import UNIT, Picture
+from gpupipe.types import Planes, VideoInfo
+
+MOST, MEAN = 2 / 255, 0.25 / 255
+"""What issue and documentation allow, before the normalisation. Float32 is far better; see the bounds below."""
+PLAIN: dict[str, Any] = {"mean": (0, 0, 0), "std": (1, 1, 1)}
+SMOOTH_OPS = ("brightness", "contrast", "saturation", "hue", "grayscale", "channel_drop", "sharpness", "autocontrast")
+"""Those whose result does not jump: a threshold turns a rounding error into a step."""
+
+
+def both(
+    config: TransformConfig, planes: Planes, info: VideoInfo, params: TransformParams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A clip of every frame, computed in float32 and in float64."""
+    transform = ClipTransform(config, len(planes))
+    clips = [torch.empty(transform.clip_shape, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+    for clip in clips:
+        transform.apply(planes, info, params, range(len(planes)), clip)
+    return clips[0], clips[1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_float64_is_the_long_way_round(seed: int) -> None:
+    """To 1e-9, the reference of everything else: so nothing but rounding is left between float32 and the truth."""
+    planes, info, params, config = random_case(seed)
+    config = config.model_copy(update=PLAIN | {"dtype": "float32", "layout": "NTCHW"})
+    _, exact = both(config, planes, info, params)
+    assert float((exact - clip_exact(planes, info, params, config, range(len(planes)))).abs().max()) < 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["nearest", "bilinear", "bicubic"]), st.booleans())
+def test_float32_is_close_for_all_that_can_be_drawn(seed: int, filter: Any, smooth: bool) -> None:
+    planes, info, _, config = random_case(seed)
+    planes = make_planes(planes.format, 2, seed=seed, smooth=smooth)
+    recipe = TransformConfig(
+        **PLAIN, size=config.size, interpolation=filter, antialias=config.antialias, dtype="float32", vflip=0.5,
+        affine={"degrees": 40, "translate": (0.2, 0.2), "scale": (0.7, 1.5), "shear": 10} if seed % 2 else None,
+        color_jitter={"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}, grayscale=0.2, channel_drop=0.2,
+        blur={"kernel_size": 3} if min(config.size) > 1 else None, fill=(0.3, 0.6, 0.9),
+    )  # fmt: skip
+    params = ClipTransform(recipe, 2).draw(info, np.random.default_rng(seed))
+    ours, exact = both(recipe, planes, info, params)
+    difference = (ours.double() - exact).abs()
+    # A hue at the boundary of two sextants, or a grey pixel that has none, may turn any way: by as much as its colours differ.
+    assert float(difference.max()) < 2e-3 < MOST
+    assert float(difference.mean()) < 2e-5 < MEAN
+
+
+@pytest.mark.parametrize("name", SMOOTH_OPS)
+def test_each_change_of_colour_on_legal_noise(name: Any) -> None:
+    planes = make_planes(make_format(120, 90), 2)
+    planes.data[:] = 60 + planes.data // 4  # colours of the gamut: luma 60 to 123, chroma likewise around it
+    info = make_info(120, 90, color_matrix="bt709")
+    value = {"hue": 0.1, "grayscale": 0.0, "channel_drop": 2.0, "autocontrast": 0.0}.get(name, 1.4)
+    params = TransformParams((3.0, 5.0, 80.0, 100.0), (3, 5, 80, 100), color=(ColorOp(name, value),))
+    ours, exact = both(TransformConfig(size=(40, 56), dtype="float32", **PLAIN), planes, info, params)
+    assert float((ours.double() - exact).abs().max()) < 1e-4 < MOST
+
+
+@pytest.mark.parametrize("name", ["bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4"])
+@pytest.mark.parametrize("preset", ["kinetics_train", "kinetics_eval"])
+def test_real_clips(media: Path, name: str, preset: str) -> None:
+    index = indices.load(str(media / name))
+    planes = cpu.decode(index, make_plan(index, [10, 11, 50]))
+    config = TransformConfig(preset=preset, dtype="float32", **PLAIN)
+    params = ClipTransform(config, 3).draw(index.info, np.random.default_rng(1))
+    ours, exact = both(config, planes, index.info, params)
+    difference = (ours.double() - exact).abs()
+    assert float(difference.max()) < 2e-3 < MOST
+    assert float(difference.mean()) < 2e-6 < MEAN
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("bits", "nv"), [(8, True), (10, True), (12, False)])
+def test_very_wide_frames(bits: int, nv: bool, turned: bool) -> None:
+    """Positions near 8 000 have few bits left in float32; places and weights are worked out in float64."""
+    width, height = 8001, 37
+    info = make_info(width, height, color_matrix="bt2020", bit_depth=bits)
+    planes = make_planes(make_format(width, height, bits=bits, nv=nv, p016=nv and bits > 8), 1, seed=bits)
+    size = (9, 200)
+    move = affine.inverse(size, angle=2.5, scale=1.1) if turned else None
+    params = TransformParams((2.0, 7700.0, 31.0, 300.0), (2, 7700, 31, 300), affine=move)
+    config = TransformConfig(size=size, dtype="float32", **PLAIN)
+    ours, exact = both(config, planes, info, params)
+    assert float((ours.double() - exact).abs().max()) < 1e-4
+    if not turned:
+        expected = resize_exact(rgb_exact(planes, info), params, size, antialias=True).clamp(0, 1)
+        assert float((exact.transpose(0, 1) - expected).abs().max()) < 1e-9
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["nearest", "bilinear", "bicubic"]))
+def test_two_steps_are_the_same_resize(seed: int, filter: Any) -> None:
+    """What CUDA does for filters that its kernel has not, here on the CPU: edges included."""
+    planes, info, params, config = random_case(seed)
+    if filter == "nearest":  # a box of odd measures: no centre lies on the line between two samples, where either may be taken
+        top, left, height, width = params.crop
+        params = replace(params, crop=(top + 0.0131, left + 0.0173, height * 0.9713, width * 0.9587))
+    picture = Picture(planes, info, filter=filter, antialias=config.antialias)
+    one, two = (torch.empty(len(planes), 3, *config.size, dtype=torch.float64) for _ in range(2))
+    matrix = rgb_from_codes(info, planes.format)
+    picture.write(params, range(len(planes)), one, np.eye(3), (0, 0, 0), UNIT)
+    picture.two_steps(params, range(len(planes)), two, matrix, np.zeros(3), UNIT, clamp=True)
+    assert float((one - two).abs().max()) < 1e-9
+
+
+def test_a_clamp_before_the_resize_would_move_sharp_edges() -> None:
+    """Why RGB is clamped after the resize alone: frames cut off to [0, 1] first give other averages."""
+    info, planes = make_info(64, 48, color_matrix="bt709"), make_planes(make_format(64, 48), 1)
+    params = TransformParams((0.0, 0.0, 48.0, 64.0), (0, 0, 48, 64))
+    _, exact = both(TransformConfig(size=(12, 16), dtype="float32", **PLAIN), planes, info, params)
+    rgb = rgb_exact(planes, info)
+    late, early = (resize_exact(x, params, (12, 16), antialias=True).clamp(0, 1) for x in (rgb, rgb.clamp(0, 1)))
+    assert float((exact.transpose(0, 1) - late).abs().max()) < 1e-9
+    assert float((exact.transpose(0, 1) - early).abs().max()) > 9 / 255
