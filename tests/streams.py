@@ -9,7 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clips import write_changing_sets, write_clip
-from remux import FRAGMENTED, Change, cut_start, ended_sequences, hidden_start, late_start, longer_sound, with_options
+from remux import (
+    FRAGMENTED,
+    Change,
+    cut_start,
+    ended_and_bare,
+    ended_sequences,
+    followed_by,
+    hidden_start,
+    joined,
+    late_start,
+    longer_sound,
+    one_time,
+    with_empty_packets,
+    with_options,
+    without_sync_samples,
+)  # fmt: skip
 
 WIDTH, HEIGHT, FRAMES = 192, 160, 72
 """Large enough for every NVDEC codec."""
@@ -74,6 +89,10 @@ _INTERLACED = {"flags": "+ilme+ildct"}
 _OPEN = "open-gop=1:bframes=4:keyint=18:min-keyint=18:scenecut=0:b-adapt=0"
 
 
+_CAVLC = Stream("libx264", params="cabac=0:8x8dct=0:bframes=2:keyint=12")
+_RADL = "open-gop=0:keyint=18:min-keyint=18:bframes=4:radl=2:scenecut=0"
+
+
 def _changing_sets(source: Path, target: Path) -> Path:
     return write_changing_sets(target.parent, "libx265" if "hevc" in target.name else "libx264").rename(target)
 
@@ -124,6 +143,13 @@ STREAMS: dict[str, Stream] = {
         frames=42,
     ),
     "h264_changing_sets": Stream("libx264", change=_changing_sets, frames=80),
+    "h264_two_configurations": Stream(
+        "libx264", ".flv", params="keyint=12", frames=2 * FRAMES, change=followed_by(lambda path: _CAVLC._encode(path))
+    ),
+    "h264_avi_reordered": Stream("libx264", ".avi", params="bframes=3:keyint=24"),
+    "h264_one_time": Stream("libx264", ".mkv", params=_OPEN, change=one_time),
+    "h264_empty_packets": Stream("libx264", change=with_empty_packets),
+    "h264_joined_ts": Stream("libx264", ".ts", params="repeat-headers=1", change=joined(900, 0, 400), frames=3 * FRAMES),
     "h264_wide_pixels": Stream("libx264", params="sar=4/3"),
     # H.264: samples that NVDEC has not on every chip
     "h264_10bit": Stream("libx264", pix_fmt="yuv420p10le", nvdec=False),
@@ -145,6 +171,11 @@ STREAMS: dict[str, Stream] = {
     "hevc_hidden_start": Stream("libx265", params="open-gop=1:keyint=18:min-keyint=18", change=hidden_start, frames=FRAMES - 7),
     "hevc_late_start_ts": Stream("libx265", ".ts", params="open-gop=1:keyint=18:min-keyint=18", change=late_start, frames=54),
     "hevc_cut_start_ts": Stream("libx265", ".ts", params="keyint=18:min-keyint=18", change=cut_start, frames=54),
+    "hevc_radl_start_ts": Stream("libx265", ".ts", params=_RADL + ":repeat-headers=1", change=late_start, frames=56),
+    "hevc_ended_bare": Stream("libx265", ".hevc", change=ended_and_bare, frames=64),
+    "hevc_joined_ts": Stream(
+        "libx265", ".ts", params="open-gop=0:keyint=18:repeat-headers=1", change=joined(900, 0, 400), frames=3 * FRAMES
+    ),
     "hevc_changing_sets": Stream("libx265", change=_changing_sets, frames=80),
     "hevc_10bit": Stream("libx265", pix_fmt="yuv420p10le"),
     "hevc_444": Stream("libx265", pix_fmt="yuv444p"),
@@ -163,6 +194,9 @@ STREAMS: dict[str, Stream] = {
     "mpeg2_cut_start_ts": Stream("mpeg2video", ".ts", options={"b": "600k"}, gop=12, nvdec=False, change=cut_start, frames=60),
     "mpeg1": Stream("mpeg1video", ".mpg", options={"b": "600k"}, gop=12, nvdec=False),
     "mpeg4_mp4": Stream("mpeg4", gop=30, nvdec=False),
+    "mpeg4_no_keyframes": Stream("mpeg4", bframes=0, nvdec=False, change=without_sync_samples),
+    "mpeg2_no_keyframes": Stream("mpeg2video", options={"b": "600k"}, bframes=0, nvdec=False, change=without_sync_samples),
+    "qtrle_palette": Stream("qtrle", ".mov", pix_fmt="gray", bframes=0, nvdec=False),
     "mpeg4_avi": Stream("mpeg4", ".avi", gop=30, nvdec=False),
     "prores": Stream("prores", ".mov", pix_fmt="yuv422p10le", bframes=0, nvdec=False),
     "mjpeg": Stream("mjpeg", ".mov", pix_fmt="yuvj420p", bframes=0, nvdec=False),

@@ -217,10 +217,10 @@ def test_a_picture_with_parameter_sets_or_a_reference_is_kept() -> None:
 
 def test_ends_of_sequences_of_hevc_before_and_after_a_picture() -> None:
     end, picture = START_CODE + bytes([36 << 1, 1]), START_CODE + bytes([21 << 1, 1])
-    assert picture_of("hevc", picture, 0)[3:] == (21, False, False)
-    assert picture_of("hevc", end + picture, 0)[3:] == (21, True, False)
-    assert picture_of("hevc", picture + end, 0)[3:] == (21, False, True)
-    assert picture_of("hevc", end, 0)[3:] == (-1, False, True)
+    assert picture_of("hevc", picture, 0)[3:6] == (21, False, False)
+    assert picture_of("hevc", end + picture, 0)[3:6] == (21, True, False)
+    assert picture_of("hevc", picture + end, 0)[3:6] == (21, False, True)
+    assert picture_of("hevc", end, 0)[3:] == (-1, False, True, True), "no picture at all"
 
 
 @pytest.mark.parametrize(("name", "width", "height"), [("vp9", 320, 240), ("vp9_odd", 175, 143)])

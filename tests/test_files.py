@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import shutil
@@ -170,3 +171,32 @@ def test_a_loader_keeps_files_open_between_epochs_and_closes_them(
     assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
     assert len(names) <= 2 * 3, "three files, each opened once, or by two threads at once"
     assert descriptors() == before
+
+
+def test_a_kept_file_that_the_file_system_has_let_go_of_is_opened_again(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    identity, files = Identity.of(str(path)), OpenFiles(4)
+    with files.lend(identity) as kept:
+        number = kept._fd
+    kept._fd = 1 << 20  # as a stale handle: every question to it fails
+    assert not kept.usable
+    with pytest.raises(OpenError, match="can no longer be read"):
+        kept.is_still(identity)
+    with files.lend(identity) as again:
+        assert again is not kept
+        assert again.read(0, 7) == b"content"
+    os.close(number)
+    files.close()
+
+
+def test_a_file_that_is_dropped_is_closed(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    files = OpenFiles(4)
+    with files.lend(Identity.of(str(path))) as file:
+        number = file._fd
+    del file, files
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)

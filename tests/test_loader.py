@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -402,6 +404,38 @@ def test_without_order_a_slow_video_holds_up_no_other_batch(folder: Path, monkey
     assert list(found)[-1] == slow
     assert found.keys() == ordered.keys()
     assert all(torch.equal(found[path], ordered[path]) for path in ordered)
+
+
+def test_closing_amid_iter_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever comes first: no epoch goes on after close()."""
+    entered, original = threading.Event(), loader_room.group
+
+    def slow(*arguments: Any) -> Any:
+        entered.set()
+        time.sleep(0.2)
+        return original(*arguments)
+
+    monkeypatch.setattr(loader_room, "group", slow)
+    loader = VideoLoader(folder, **SMALL)
+    closer = threading.Thread(target=lambda: entered.wait(5) and loader.close())
+    closer.start()
+
+    def to_the_end() -> None:
+        for _ in loader:
+            closer.join(0.5)
+
+    with pytest.raises(ClosedError):
+        to_the_end()
+    closer.join(10)
+    assert not threads()
+    with pytest.raises(ClosedError, match="make a new one"):
+        iter(loader)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_loader_says_that_it_cannot_be_copied(folder: Path, duplicate: Any) -> None:
+    with VideoLoader(folder, **SMALL) as loader, pytest.raises(TypeError, match="Make another one"):
+        duplicate(loader)
 
 
 def test_close_from_another_thread_wakes_a_waiting_consumer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -175,3 +176,14 @@ def test_a_change_of_size_is_refused_with_the_frame(tmp_path: Path) -> None:
             read([2, 14])
         with pytest.raises(DecodeError, match=r"frame 14"):
             read([14])
+
+
+@pytest.mark.parametrize("times", [["x"], [None], "0.1x", [10**400]])
+def test_times_that_are_no_numbers_are_named(times: Any, clips: dict[str, Path]) -> None:
+    with VideoReader(clips["h264"], device="cpu") as reader, pytest.raises(SampleError, match="times in seconds"):
+        reader.frames_at(times)
+
+
+def test_a_path_that_is_none_is_named() -> None:
+    with pytest.raises(ConfigError, match="path=None is not a path"):
+        VideoReader(None)  # type: ignore[arg-type]

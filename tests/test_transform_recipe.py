@@ -98,6 +98,9 @@ def test_a_preset_gives_way_to_what_is_named_beside_it(tmp_path: Path) -> None:
         ({"blur": {"kernel_size": 65}, "size": 32}, "reaches across"),
         ({"erasing": {"scale": (0.5, 0.1)}}, r"scale must be \(low, high\)"),
         ({"erasing": {"value": 300}, "dtype": "uint8"}, "does not fit dtype='uint8'"),
+        ({"erasing": {"value": "randm"}}, r"ErasingConfig\.value: .*did you mean 'random'"),
+        ({"short_side": "long"}, r"TransformConfig\.short_side: "),
+        ({"erasing": {"value": "random"}, "dtype": "uint8"}, "does not fit dtype='uint8'"),
         ({"auto_augment": {"policy": "randaugmnt"}}, "did you mean 'randaugment'"),
         ({"auto_augment": {"magnitude": 31}}, "not below num_magnitude_bins"),
         ({"short_side": (300, 256), "crop": "random"}, r"short_side must be \(low, high\)"),
@@ -111,12 +114,6 @@ def test_a_preset_gives_way_to_what_is_named_beside_it(tmp_path: Path) -> None:
 def test_what_cannot_work_is_named_at_construction(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TransformConfig(**values)
-
-
-def test_cuda_refuses_what_it_does_not_do_yet() -> None:
-    with pytest.raises(ConfigError, match=r"transform\.interpolation='bicubic' is not made on CUDA"):
-        ClipTransform(TransformConfig(interpolation="bicubic"), 2, torch.device("cuda"))
-    ClipTransform(TransformConfig(preset="kinetics_train", affine={"degrees": 5}), 2, torch.device("cuda"))
 
 
 # Crops
@@ -191,6 +188,19 @@ def test_an_erased_box_has_its_value_and_nothing_else_does() -> None:
     mask = torch.ones(30, 40, dtype=torch.bool)
     mask[3:13, 5:12] = False
     assert torch.equal(before[..., mask], after[..., mask])
+
+
+def test_noise_in_a_box_is_drawn_once_and_repeated() -> None:
+    config = TransformConfig(size=(60, 80), dtype="float32", erasing={"value": "random", "p": 1, "scale": (0.2, 0.3)})
+    params = drawn(config, 1)[0]
+    top, left, height, width = params.erase or (0, 0, 0, 0)
+    first, second = (run(config, PLANES, INFO, TransformParams.from_json(params.to_json()), [0, 2]) for _ in range(2))
+    assert torch.equal(first, second)
+    box = first[:, :, top : top + height, left : left + width]
+    assert torch.equal(box[:, 0], box[:, 1])
+    assert abs(float(box.mean())) < 0.1
+    assert abs(float(box.std()) - 1) < 0.1
+    assert drawn(config, 2)[1].noise != params.noise
 
 
 def test_blur_comes_before_the_normalisation() -> None:

@@ -66,6 +66,8 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     for file in (config.plot, config.report):  # now, not after the measurement
         if file is not None and not file.parent.is_dir():
             raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
+    if config.plot is not None and config.plot.suffix.lower() != ".png":
+        raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     with VideoLoader(
         _long_enough(config),
         clip={"frames": config.frames, "stride": config.stride, "sampling": config.sampling},

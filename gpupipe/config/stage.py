@@ -69,7 +69,9 @@ def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
     problems = []
     fix = None
     for item in error.errors():
-        where = ".".join(str(part) for part in item["loc"]) or model.__name__
+        # After the field's own name only positions: names there are those of the kinds of value that it may have.
+        place = [str(part) for k, part in enumerate(item["loc"]) if k == 0 or isinstance(part, int)]
+        where = ".".join(place) or model.__name__
         cause = item.get("ctx", {}).get("error")
         if isinstance(cause, ConfigError):  # a nested stage has already explained itself
             problems.append(cause.message)

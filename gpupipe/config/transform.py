@@ -151,8 +151,9 @@ class TransformConfig(StageConfig):
             raise ValueError(f"memory_format='channels_last_3d' needs layout='NCTHW', not {self.layout!r}")
         if self.blur is not None and self.blur.kernel_size // 2 >= min(self.size):
             raise ValueError(f"blur.kernel_size={self.blur.kernel_size} reaches across the whole output of {self.size}")
-        if self.erasing is not None and self.dtype == "uint8" and not all(0 <= v <= 255 for v in self.erasing.value):
-            raise ValueError(f"erasing.value={self.erasing.value} does not fit dtype='uint8'")
+        value = self.erasing.value if self.erasing is not None else ()
+        if self.dtype == "uint8" and (value == "random" or not all(0 <= v <= 255 for v in value)):
+            raise ValueError(f"erasing.value={value!r} does not fit dtype='uint8'")
         return self
 
     @model_validator(mode="after")

@@ -51,15 +51,32 @@ class LocalFile:
 
     def __init__(self, path: str) -> None:
         self.path = path
+        self._fd = -1
         try:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise _cannot_open(path, error) from error
 
     def is_still(self, identity: Identity) -> bool:
-        """True when the file that was opened is the version that ``identity`` tells of."""
-        facts = os.fstat(self._fd)
+        """True when the file that was opened is the version that ``identity`` tells of.
+
+        Raises:
+            OpenError: when it cannot be looked at any more.
+        """
+        try:
+            facts = os.fstat(self._fd)
+        except OSError as error:
+            raise OpenError(f"{self.path} can no longer be read: {error.strerror}", path=self.path) from error
         return (facts.st_size, facts.st_mtime_ns) == (identity.size_bytes, identity.mtime_ns)
+
+    @property
+    def usable(self) -> bool:
+        """False where the file system has let go of an open file, as a network's may."""
+        try:
+            os.fstat(self._fd)
+        except OSError:
+            return False
+        return True
 
     def will_need(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Asks the kernel to read (position, bytes) in the background, where it can be asked. Does not wait for the reads."""
@@ -113,9 +130,13 @@ class LocalFile:
             raise self._failed(position, error) from error
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        number, self._fd = self._fd, -1
+        if number >= 0:
+            with suppress(OSError):  # a network's complaint: nothing was written that could be lost
+                os.close(number)
+
+    def __del__(self) -> None:
+        self.close()
 
     def __enter__(self) -> Self:
         return self

@@ -94,9 +94,13 @@ class OpenFiles:
     def _known(self, identity: Identity) -> _Open | None:
         with self._lock:
             entry = self._open.get(identity)
-            if entry is not None:
-                self._open.move_to_end(identity)
-                entry.users += 1
+            if entry is None:
+                return None
+            if not entry.file.usable:
+                self._drop(identity)
+                return None
+            self._open.move_to_end(identity)
+            entry.users += 1
             return entry
 
     def _give_back(self, entry: _Open) -> None:

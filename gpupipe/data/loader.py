@@ -95,7 +95,7 @@ class VideoLoader:
         entries = collect(videos, self.config.source)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
-        clips = ClipTransform(self.config.transform, self.config.clip.frames, self.device)
+        clips = ClipTransform(self.config.transform, self.config.clip.frames)
         kinds = column_kinds(entries, self.config.columns)
         if self.config.transform.mix is not None:
             _check_labels(entries, kinds, self.config.transform.mix)
@@ -137,7 +137,7 @@ class VideoLoader:
         self._pipeline: Pipeline | None = None
         self._owner = os.getpid()
         self._closed = False
-        self._iterating = threading.Lock()
+        self._iterating = threading.RLock()  # a signal handler may close the loader amid iter()
 
     @property
     def dataset(self) -> list[str]:
@@ -168,11 +168,11 @@ class VideoLoader:
         return self._batches
 
     def __iter__(self) -> BatchIterator:
-        if self._closed:
-            raise ClosedError("this VideoLoader is closed", fix="make a new one")
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
             raise _forked()
         with self._iterating:
+            if self._closed:
+                raise ClosedError("this VideoLoader is closed", fix="make a new one")
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
             epoch, self._epoch = self._epoch, self._epoch + 1
             groups = group(self._job.order.requests(epoch), self.config)
@@ -199,10 +199,11 @@ class VideoLoader:
         """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
-        self._end_iterator("its VideoLoader was closed")
-        if not self._closed:
-            self._closed = True
-            self._job.close()
+        with self._iterating:
+            self._end_iterator("its VideoLoader was closed")
+            if not self._closed:
+                self._closed = True
+                self._job.close()
 
     def _end_iterator(self, why: str) -> None:
         iterator = self._iterator() if self._iterator is not None else None
@@ -217,6 +218,12 @@ class VideoLoader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a VideoLoader cannot be copied or pickled: it holds threads, decoders and files. Make another one, with the same "
+            "videos and config=loader.config"
+        )
 
     def __repr__(self) -> str:
         return f"VideoLoader({len(self._job.entries)} videos, {len(self)} batches of {self.batch_size}, on {self.device})"

@@ -78,12 +78,14 @@ def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
 def _needed(index: VideoIndex, wanted: Mapping[int, int], first: int, end: int) -> list[int]:
     """Which packets from ``first`` to ``end`` to feed.
 
-    HEVC: not the leading pictures of the start point. They may refer to pictures before it, and no picture that is shown after
-    it refers to them (H.265 clause 3, trailing picture). In H.264 one may.
+    HEVC: not the leading pictures of the start point, unless one is wanted. They may refer to pictures before it, and no
+    picture that is shown after it refers to them (H.265 clause 3, trailing picture). In H.264 one may.
     """
     droppable = index.droppable[first : end + 1].tolist()
     fed = [packet for packet, free in enumerate(droppable, first) if not free or packet in wanted]
     if index.info.codec != "hevc":
         return fed
-    pts = index.pts[first : end + 1].tolist()
-    return [packet for packet in fed if pts[packet - first] >= pts[0]]
+    pts, starts = index.pts[first : end + 1].tolist(), index.start[first + 1 : end + 1].tolist()
+    following = first + 1 + starts.index(True) if True in starts else end + 1
+    leading = {packet for packet in range(first + 1, following) if pts[packet - first] < pts[0]}
+    return fed if leading & wanted.keys() else [packet for packet in fed if packet not in leading]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import threading
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -52,8 +53,10 @@ class VideoReader:
     ) -> None:
         if decoder not in get_args(Mode):
             raise ConfigError(f"decoder={decoder!r} is not a decoder", fix="use 'auto', 'nvdec', 'dali' or 'cpu'")
+        if not isinstance(path, str | os.PathLike):
+            raise ConfigError(f"path={path!r} is not a path", fix="name one video file")
         self.device = resolve_device(str(device))
-        self._index = indices.load(str(path))
+        self._index = indices.load(os.fspath(path))
         if self.device.type == "cuda":
             load("cupy")
         self._telemetry = Telemetry()
@@ -109,7 +112,10 @@ class VideoReader:
         """
         if not isinstance(seconds, Iterable):
             raise SampleError(f"frames are asked for by a list of times, got {seconds!r}", fix=f"write [{seconds!r}]")
-        times = [float(time) for time in seconds]
+        try:
+            times = [float(time) for time in seconds]
+        except (TypeError, ValueError, OverflowError) as error:
+            raise SampleError(f"frames are asked for by times in seconds, got {seconds!r}", fix="give numbers") from error
         start = self.info.start_seconds
         end = start + self.info.duration_seconds
         for time in times:

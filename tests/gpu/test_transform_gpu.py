@@ -159,6 +159,8 @@ def test_cpu_and_gpu_agree_for_every_crop_mode(crop: Any) -> None:
         {"clamp": False},
         {"draws": "frame", "grayscale": 0.5, "channel_drop": 0.5},
         {"affine": {"degrees": 30, "scale": (0.7, 1.3), "shear": 10}, "fill": (0.1, 0.9, 0.4), "vflip": 0.5},
+        {"interpolation": "bicubic"},
+        {"interpolation": "bicubic", "antialias": False, "crop": "center", "short_side": 70},
         {"blur": {"kernel_size": 9}, "erasing": {"p": 1.0}, "memory_format": "channels_last_3d"},
     ],
 )

@@ -12,7 +12,7 @@ from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.scan.bitstream.nal import from_annexb
-from gpupipe.data.scan.demux import decoded, open_video, software_name
+from gpupipe.data.scan.demux import decoded, open_video, software_name, whole_packets
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import DecodeError
 from gpupipe.types import PlaneFormat, Planes
@@ -59,6 +59,9 @@ def decode_arrays(
     import av
 
     collected = _Collected(index, plan, allocate)
+    if index.info.pix_fmt == "pal8":
+        _decode_with_palettes(index, plan, collected, stop)
+        return collected.result()
     with PacketFeed(index, files) as feed:
         for run in plan.passes:
             context = _context(index)
@@ -67,6 +70,8 @@ def decode_arrays(
             for number, data in feed.packets(run):
                 if stop():
                     raise Stopped
+                if number != run.first and number in index.set_changes:
+                    head = from_annexb(index.set_changes[number], index.length_size)
                 if head:
                     data, head = head + bytes(data), b""
                 packet = av.Packet(len(data))  # a packet of FFmpeg's own has the padding that decoders read into
@@ -76,6 +81,22 @@ def decode_arrays(
                 collected.take(decoded(context, packet))
             collected.take(decoded(context, None))
     return collected.result()
+
+
+def _decode_with_palettes(index: VideoIndex, plan: Plan, collected: _Collected, stop: Stop) -> None:
+    """From the start, with the demuxer's own packets: palettes come beside their data, and stay until the next one."""
+    container, stream = open_video(index.identity.path)
+    with container:
+        context: Any = stream.codec_context
+        context.thread_count = 1
+        for number, packet in enumerate(whole_packets(container, stream)):
+            if stop():
+                raise Stopped
+            packet.pts = packet.dts = number
+            collected.take(decoded(context, packet))
+            if number >= plan.passes[-1].last:
+                break
+        collected.take(decoded(context, None))
 
 
 def _context(index: VideoIndex) -> Any:

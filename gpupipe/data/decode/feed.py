@@ -114,13 +114,14 @@ class PacketFeed:
                 yield number, memory[at - window.low : at - window.low + length]
 
     def _demuxed(self, run: Pass) -> Iterator[tuple[int, bytes]]:
-        """Demuxes from a seek a little before the run, or from the start where a seek fails or lands behind it."""
+        """Demuxes from a seek a little before the run, or from the start where a seek fails or lands behind it, or where times
+        say nothing."""
         import av
 
         index = self._index
         wanted = frozenset(run.packets)
         given = False
-        for rewind in (run.first == 0, True):
+        for rewind in (run.first == 0 or index.counted, True):
             container, stream = open_video(index.identity.path)
             with container, suppress(av.error.FFmpegError):
                 number = 0 if rewind else None

@@ -107,9 +107,9 @@ class NvdecDecoder:
             with PacketFeed(index, files, self._scratch) as feed:
                 for run in plan.passes:
                     packets, shown = self._packets(index, feed, run), index.in_show_order(run.packets)
-                    if by_count and shown[0] == run.first:
+                    if by_count and shown[0] == run.first and index.unshown.isdisjoint(shown):
                         self._run_by_count(session.decoder, packets, shown, target, stop)
-                    else:  # leading pictures: they come out or not as the decoder sees fit
+                    else:  # leading or hidden pictures: they come out or not as the decoder sees fit
                         self._run_by_time(session.decoder, packets, shown, target, stop)
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
@@ -172,9 +172,10 @@ class NvdecDecoder:
         bitstream, length_size = self._bitstream, index.length_size
         head, _ = index.sets_at(run.first)
         for number, data in feed.packets(run):
+            if number != run.first:
+                head = index.set_changes.get(number, b"")
             if head:
                 bitstream.put(head)
-                head = b""
             try:
                 bitstream.put(data, length_size)
             except ValueError as error:

@@ -41,6 +41,7 @@ class VideoIndex:
         extradata: the codec's configuration as the container holds it.
         length_size: bytes of NAL length fields; 0 for Annex B streams and other codecs.
         in_force: (first packet, the parameter sets in force from there on, in Annex B form), ascending from packet 0.
+        counted: ``pts`` are counted, since the container's times do not say what is shown when.
     """
 
     identity: Identity
@@ -56,6 +57,7 @@ class VideoIndex:
     extradata: bytes = field(repr=False)
     length_size: int
     in_force: tuple[tuple[int, bytes], ...] = field(default=((0, b""),), repr=False)
+    counted: bool = False
 
     @classmethod
     def parse(cls, record: bytes, identity: Identity) -> Self | None:
@@ -86,7 +88,7 @@ class VideoIndex:
         info = VideoInfo(**{**facts, **fractions, "coded_size": tuple(facts["coded_size"])})
         extradata = base64.b64decode(header["extradata"])
         in_force = tuple((packet, base64.b64decode(sets)) for packet, sets in header["in_force"])
-        others = {"extradata": extradata, "length_size": header["length_size"], "in_force": in_force}
+        others = {name: header[name] for name in ("length_size", "counted")} | {"extradata": extradata, "in_force": in_force}
         return cls(identity, info, header["stream"], **others, **arrays)
 
     @cached_property
@@ -137,6 +139,13 @@ class VideoIndex:
         return sorted(packets, key=lambda packet: pts[packet - packets[0]])
 
     @cached_property
+    def unshown(self) -> frozenset[int]:
+        """Packets that yield no frame of the video: hidden or lost pictures, or none at all."""
+        rest = np.ones(len(self.pts), np.bool_)
+        rest[self.display] = False
+        return frozenset(np.flatnonzero(rest).tolist())
+
+    @cached_property
     def keyframes(self) -> Int64s:
         """Display positions of the frames at which a decode may start, ascending."""
         return np.flatnonzero(self.start[self.display])
@@ -145,6 +154,11 @@ class VideoIndex:
         """(the parameter sets in force at a packet, in Annex B form; whether they are others than at the first packet)."""
         place = bisect_right(self.in_force, packet, key=lambda change: change[0]) - 1
         return self.in_force[place][1], place > 0
+
+    @cached_property
+    def set_changes(self) -> dict[int, bytes]:
+        """The parameter sets that come into force at each packet but the first."""
+        return {packet: sets for packet, sets in self.in_force if packet > 0}
 
     def at(self, seconds: float) -> int:
         """Display position of the frame on show at a time: the last one with a time at or before it, else the first."""

@@ -33,7 +33,7 @@ def record(found: Scan) -> bytes:
         OpenError: when none of its frames can be decoded.
     """
     path, packets = found.identity.path, found.packets
-    display, pts = _frames(found)
+    display, pts, counted = _frames(found)
     if not display:
         raise OpenError(f"no frame of {path} can be decoded", fix="is the file whole?", path=path)
     start = packets.start if any(packets.start) else [True, *packets.start[1:]]
@@ -57,6 +57,7 @@ def record(found: Scan) -> bytes:
         "stream": found.stream,
         "extradata": base64.b64encode(found.extradata).decode(),
         "length_size": found.length_size,
+        "counted": counted,
         "in_force": [(packet, base64.b64encode(sets).decode()) for packet, sets in found.in_force],
         "arrays": {name: (dtype, count) for name, (dtype, count, _) in arrays.items()},
     }
@@ -75,22 +76,26 @@ def _booleans(values: Sequence[bool]) -> tuple[str, int, bytes]:
     return "|b1", len(values), bytes(values)
 
 
-def _frames(found: Scan) -> tuple[list[int], list[int]]:
-    """(the packet of each frame in display order, the time of each packet)."""
+def _frames(found: Scan) -> tuple[list[int], list[int], bool]:
+    """(the packet of each frame in display order, the time of each packet, whether times are counted rather than read)."""
     packets = found.packets
     if found.display is None:
         pts = [time for time in packets.pts if time is not None]  # all have one, or ``display`` would be there
         shown = (number for number, is_shown in enumerate(packets.shown) if is_shown)
-        return sorted(shown, key=pts.__getitem__), pts
+        return sorted(shown, key=pts.__getitem__), pts, False
     display = found.display
     times = [pts if pts is not None else dts for pts, dts in zip(packets.pts, packets.dts, strict=True)]
     known = [time for time in times if time is not None]
     if len(known) == len(times) and all(known[a] <= known[b] for a, b in pairwise(display)):
-        return display, known
+        return display, known, False
     counted = [0] * len(packets.size)  # no usable clock: count frames at the average rate
     for rank, packet in enumerate(display):
         counted[packet] = round(rank / (found.average_rate * float(found.time_base)))
-    return display, counted
+    with_frames = set(display)
+    for packet in range(1, len(counted)):
+        if packet not in with_frames:  # as late as the one before: it may be referred to, and counts as no leading picture
+            counted[packet] = counted[packet - 1]
+    return display, counted, True
 
 
 def _begins_whole(found: Scan, display: list[int], pts: list[int]) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import Identity, LocalFile
-from gpupipe.data.scan.bitstream.nal import nal_length_size
+from gpupipe.data.scan.bitstream.nal import nal_length_size, parameter_sets
 from gpupipe.data.scan.bitstream.reference import Picture, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
 from gpupipe.data.scan.bitstream.sets import ParameterSets
@@ -38,6 +40,13 @@ _TRANSFERS = {
 _RANGES = {1: "limited", 2: "full"}
 _PROGRESSIVE = (0, 1)
 """FFmpeg's field orders "unknown" and "progressive"."""
+_CONFIGURED = ("h264", "hevc")
+"""Codecs of which a new configuration is a set of parameter sets."""
+_HEADED = ("mpeg1video", "mpeg2video", "mpeg4")
+_TELLING = (*_CONFIGURED, *_HEADED, "vp8", "vp9", "av1")
+"""Codecs whose pictures say what they are, so that keyframe flags are not just believed."""
+_PROBED = 120
+"""Packets that are decoded to see whether their order is that of showing."""
 _WINDOW_BYTES = 4 << 20
 _scanning = threading.Semaphore(2)
 """Scans in one process at a time: a demux gives up the interpreter lock at each packet, so that many side by side spend their
@@ -159,7 +168,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
     length_size = nal_length_size(codec, extradata)
     offset = _DATA_AFTER_POS.get(container.format.name, 0)
     rows, faults = PacketRows(), list[str]()
-    kinds, uniform = sequences_of_extradata(codec, extradata), True
+    kinds = sequences_of_extradata(codec, extradata)
     sets = ParameterSets(codec, extradata)
     in_force = [(0, sets.in_force())]
     leading = _LeadingPictures()
@@ -170,6 +179,14 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             if stop():
                 raise Stopped
             data = bytes(packet)
+            if packet.has_sidedata("new_extradata"):
+                changed = bytes(packet.get_sidedata("new_extradata"))
+                if nal_length_size(codec, changed) != length_size or codec not in _CONFIGURED:
+                    faults.append("its codec is configured anew, of which only the part before is read")
+                    break
+                sets.see(parameter_sets(codec, changed), 0)
+                kinds |= sequences_of_extradata(codec, changed)
+                in_force.append((len(rows.size), sets.in_force()))
             at = -1 if packet.pos is None or packet.pos < 0 else packet.pos + offset
             rows.position.append(at if at >= 0 and window.holds(at, data) else -1)
             rows.size.append(len(data))
@@ -178,8 +195,8 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.key.append(packet.is_keyframe)
             rows.start.append(packet.is_keyframe and is_start_point(codec, data, length_size))
             picture = picture_of(codec, data, length_size)
-            rows.shown.append(not packet.is_discard and not leading.is_lost(picture))
-            if picture.has_sets:
+            rows.shown.append(not packet.is_discard and not leading.is_lost(picture) and not picture.empty)
+            if picture.has_sets or (packet.is_keyframe and codec in _HEADED):
                 sets.see(data, length_size)
                 if sets.in_force() != in_force[-1][1]:
                     in_force.append((len(rows.size) - 1, sets.in_force()))
@@ -187,7 +204,6 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.unreferenced.append(picture.unreferenced)
             if packet.is_keyframe or codec == "vp9":  # VP9 may change its size at any frame
                 kinds |= sequences(codec, data, length_size)
-                uniform = uniform and not packet.has_sidedata("new_extradata")
             if first is None:
                 first = (len(rows.size) == 1 and _alone(context, packet)) or next(iter(decoded(context, packet)), None)
     path = identity.path
@@ -198,13 +214,13 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
     if first is None and not context.pix_fmt:
         raise OpenError(f"no frame of {path} can be decoded", fix="is the file whole?", path=path)
     interlaced = context.field_order not in _PROGRESSIVE or bool(first is not None and first.interlaced_frame)
-    pts = [time for time in rows.pts if time is not None]
-    known = len(pts) == len(rows.pts) == len(set(pts))
-    lost = leading.cut_short or not rows.start[0] or (codec != "hevc" and min(pts, default=0) < (rows.pts[0] or 0))
-    told = known and not interlaced and not lost
+    if all(rows.key) and codec not in _TELLING and not context.codec.intra_only:  # no container knows better than that
+        rows.start = [True] + [False] * (len(rows.key) - 1)
+    lost = leading.cut_short or not rows.start[0] or not _times_tell(rows, codec)
+    told = not interlaced and not lost and not (context.has_b_frames and _out_of_order(path, rows, stop))
     source = first if first is not None else context
     matrix, sample_range = _colour(context, source.format)
-    rotation = (-first.rotation if first is not None else 0) % 360
+    rotation = (-first.rotation if first is not None and not _mirrored(first) else 0) % 360
     return Scan(
         identity,
         stream.index,
@@ -229,10 +245,48 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
         chroma_location="center" if codec in ("mjpeg", "mpeg1video") else "left",
         pixel_aspect=Fraction(stream.sample_aspect_ratio or context.sample_aspect_ratio or 1),
         interlaced=interlaced,
-        uniform=uniform and len(kinds) <= 1,
+        uniform=len(kinds) <= 1,
         promised=stream.frames,
         faults=faults,
     )
+
+
+def _times_tell(rows: PacketRows, codec: str) -> bool:
+    """Whether presentation times are there, and give the order of showing.
+
+    Not when they jump back, as where recordings are joined: then a start point is no later than what came before it. Nor when a
+    picture is shown before the first one, which it may refer to without all of what else it needs; HEVC names such pictures.
+    """
+    pts = [time for time in rows.pts if time is not None]
+    if not len(pts) == len(rows.pts) == len(set(pts)):
+        return False
+    latest = pts[0] - 1
+    for shown_at, start in zip(pts, rows.start, strict=True):
+        if start and shown_at <= latest:
+            return False
+        latest = max(latest, shown_at)
+    return codec == "hevc" or min(pts) == pts[0]
+
+
+def _out_of_order(path: str, rows: PacketRows, stop: Stop) -> bool:
+    """Whether ascending times are no more than the order of the packets, as in containers that have no other times.
+
+    Told by a decode of the first ones.
+    """
+    pts = [time for time in rows.pts if time is not None]
+    if any(later < earlier for earlier, later in pairwise(pts)):
+        return False
+    shown = _display_by_decoding(path, stop, _PROBED)
+    return any(later < earlier for earlier, later in pairwise(shown))
+
+
+def _mirrored(frame: Any) -> bool:
+    """Whether the display matrix mirrors the picture. It is not an angle then, and a turn by it would be wrong."""
+    matrix = frame.side_data.get("DISPLAYMATRIX")
+    if matrix is None:
+        return False
+    a, b, _, c, d, *_ = struct.unpack("<9i", bytes(matrix)[:36])
+    return bool(a * d - b * c < 0)
 
 
 class _LeadingPictures:
@@ -293,14 +347,14 @@ class _Window:
         return self._bytes[at : at + len(data)] == data
 
 
-def _display_by_decoding(path: str, stop: Stop) -> list[int]:
-    """The packets that yield frames, in the order in which a sequential software decode puts them out."""
+def _display_by_decoding(path: str, stop: Stop, most: int | None = None) -> list[int]:
+    """The packets that yield frames, in the order in which a sequential software decode puts them out; the first ``most``."""
     container, stream = open_video(path)
     with container:
         context: Any = stream.codec_context
         context.thread_count = 1
         found: list[int] = []
-        for number, packet in enumerate(whole_packets(container, stream)):
+        for number, packet in enumerate(islice(whole_packets(container, stream), most)):
             if stop():
                 raise Stopped
             packet.pts = packet.dts = number

@@ -16,9 +16,9 @@ from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
 from gpupipe.data.transform import kernel, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
-from gpupipe.data.transform.params import TransformParams, whole
+from gpupipe.data.transform.params import Box, TransformParams, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
-from gpupipe.errors import ConfigError, GraphError
+from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
 
 __all__ = ["ClipTransform", "TransformParams", "to_rgb"]
@@ -30,23 +30,14 @@ class ClipTransform:
     Args:
         config: everything from the crop to the layout.
         frames: T, the frames of a clip.
-        device: where clips will be made.
 
     Attributes:
         clip_shape: (3, T, H, W) for layout ``NCTHW``, (T, 3, H, W) for ``NTCHW``.
         dtype: the clip's torch dtype.
         memory_format: how the elements of a batch of such clips lie.
-
-    Raises:
-        ConfigError: when ``device`` is a CUDA device and ``config`` asks for what the kernel does not do; the field is named.
     """
 
-    def __init__(self, config: TransformConfig, frames: int, device: torch.device | None = None) -> None:
-        if device is not None and device.type == "cuda" and config.interpolation != "bilinear":
-            raise ConfigError(
-                f"transform.interpolation={config.interpolation!r} is not made on CUDA devices yet",
-                fix="use 'bilinear', or device='cpu'",
-            )
+    def __init__(self, config: TransformConfig, frames: int) -> None:
         self.config = config
         self.frames = frames
         height, width = config.size
@@ -68,14 +59,9 @@ class ClipTransform:
             DeviceError: when it cannot be compiled here.
         """
         config = self.config
-        if (
-            config.affine
-            or config.auto_augment
-            or config.color_jitter
-            or config.blur
-            or config.grayscale
-            or config.channel_drop
-        ):
+        moves = config.affine or config.auto_augment or config.interpolation != "bilinear"
+        colors = config.color_jitter or config.grayscale or config.channel_drop or config.blur
+        if moves or colors:
             kernel.compile_for(1, torch.float32)  # what is neither sampling nor scaling begins with that
             resize.compile_for(1, torch.float32)
         kernel.compile_for(1, self.dtype)
@@ -170,7 +156,8 @@ class ClipTransform:
             if blend:
                 following = torch.empty_like(rgb)
                 picture.write(params, frame_map[len(rgb) :], following, folded, config.fill, UNIT, clamp=False)
-                rgb.lerp_(following, torch.tensor(blend, dtype=dtype, device=out.device).view(-1, 1, 1, 1))
+                for t, share in enumerate(blend):
+                    rgb[t].lerp_(following[t], share)
                 rgb = rgb.clamp_(0, 1) if config.clamp else rgb
             rgb = adjust(rgb, ops, clamp=config.clamp)
             if params.blur and config.blur is not None:
@@ -180,9 +167,19 @@ class ClipTransform:
             clamp = config.clamp or self.dtype == torch.uint8
             picture.write(params, frame_map, out, folded, config.fill, self._scale, clamp=clamp)
         if params.erase is not None and config.erasing is not None:
-            top, left, height, width = params.erase
-            for channel, value in enumerate(config.erasing.value):
-                out[:, channel, top : top + height, left : left + width] = value
+            _erase(out, params.erase, config.erasing.value, params.noise)
+
+
+def _erase(out: torch.Tensor, box: Box, value: tuple[float, ...] | str, seed: int) -> None:
+    """Fills a box of (T, 3, H, W) with a value for each channel, or with noise that is the same on every device."""
+    top, left, height, width = box
+    place = out[:, :, top : top + height, left : left + width]
+    if isinstance(value, str):
+        noise = np.random.default_rng(seed).standard_normal((CHANNELS, height, width), np.float32)
+        place.copy_(torch.from_numpy(noise))
+        return
+    for channel, each in enumerate(value):
+        place[:, channel] = each
 
 
 def to_rgb(planes: Planes, info: VideoInfo, *, untagged_matrix: str = "auto", untagged_range: str = "limited") -> torch.Tensor:

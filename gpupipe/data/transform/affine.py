@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
@@ -111,20 +112,11 @@ def sample(
     rows, columns = size
     places = matrix[:2] @ np.stack([np.tile(np.arange(columns) + 0.5, rows), np.repeat(np.arange(rows) + 0.5, columns),
                                     np.ones(rows * columns)])  # fmt: skip
-    kernel, radius = filter_of(filter, antialias=antialias)
     spans = supports(matrix, antialias=antialias)
-    taps = []
-    for at, support, extent in zip(places, spans, (width, height), strict=True):
-        if filter == "nearest":
-            index, weight = np.floor(at)[None].astype(np.int64), np.ones((1, at.size))
-        else:
-            first = np.floor(at - radius * support + 0.5).astype(np.int64)
-            index = first + np.arange(math.ceil(2 * radius * support) + 1)[:, None]
-            weight = kernel((index + 0.5 - at) / support)
-            weight /= weight.sum(axis=0)
-        weight[(index < 0) | (index >= extent)] = 0
-        taps.append((torch.from_numpy(np.clip(index, 0, extent - 1)), torch.from_numpy(weight)))
-    (across, across_weight), (down, down_weight) = ((i.to(image.device), w.to(image)) for i, w in taps)
+    (across, across_weight), (down, down_weight) = (
+        _taps(at, span, extent, filter, antialias=antialias).to(image)
+        for at, span, extent in zip(places, spans, (width, height), strict=True)
+    )
     flat = image.flatten(-2)
     out = image.new_zeros((*image.shape[:-2], rows * columns))
     for index, weight in zip(down, down_weight, strict=True):
@@ -132,3 +124,53 @@ def sample(
             out += flat[..., index * width + column] * (weight * share)
     cover = across_weight.sum(0) * down_weight.sum(0)
     return out.view(*image.shape[:-2], rows, columns), cover.view(rows, columns)
+
+
+def stretch(
+    image: torch.Tensor, matrix: NDArray[np.float64], size: Size, *, filter: Filter = "bilinear", antialias: bool = False
+) -> torch.Tensor:
+    """Samples a picture through a matrix that only scales, mirrors and shifts, one axis after the other: the resize of
+    ``geometry``, which reads nothing outside of the picture.
+
+    Arguments as for :func:`sample`; returns (..., height, width).
+    """
+    spans = supports(matrix, antialias=antialias)
+    for axis, row in ((-2, 1), (-1, 0)):
+        at = matrix[row, row] * (np.arange(size[axis]) + 0.5) + matrix[row, 2]
+        index, weight = _taps(at, spans[row], image.shape[axis], filter, antialias=antialias, inside=True).to(image)
+        shape = (-1, 1) if axis == -2 else (-1,)
+        image = sum(  # type: ignore[assignment]  # of at least one tap
+            image.index_select(axis, picked) * share.view(shape) for picked, share in zip(index, weight, strict=True)
+        )
+    return image
+
+
+@dataclass(frozen=True, slots=True)
+class _Taps:
+    """Samples along one axis and their weights, (taps, places) each."""
+
+    index: NDArray[np.int64]
+    weight: NDArray[np.float64]
+
+    def to(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """As tensors beside an image, weights of its dtype."""
+        return torch.from_numpy(self.index).to(image.device), torch.from_numpy(self.weight).to(image)
+
+
+def _taps(
+    at: NDArray[np.float64], support: float, extent: int, filter: Filter, *, antialias: bool, inside: bool = False
+) -> _Taps:
+    """What is read along an axis of ``extent`` samples at these places. What lies outside weighs nothing; with ``inside`` the
+    weights are divided by the sum of the rest or, without antialias, the edge samples are repeated, as in ``geometry``."""
+    if filter == "nearest":
+        index, weight = np.floor(at)[None].astype(np.int64), np.ones((1, at.size))
+    else:
+        kernel, radius = filter_of(filter, antialias=antialias)
+        first = np.floor(at - radius * support + 0.5).astype(np.int64)
+        index = first + np.arange(math.ceil(2 * radius * support) + 1)[:, None]
+        weight = kernel((index + 0.5 - at) / support)
+        weight /= weight.sum(axis=0)
+    if not inside or (antialias and filter != "nearest"):
+        weight[(index < 0) | (index >= extent)] = 0
+        weight = weight / weight.sum(axis=0) if inside else weight
+    return _Taps(np.clip(index, 0, extent - 1), weight)

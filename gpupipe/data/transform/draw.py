@@ -39,10 +39,11 @@ def draw(config: TransformConfig, display_size: Size, rng: np.random.Generator, 
     blur = 0.0
     if config.blur is not None and rng.random() < config.blur.p:
         blur = float(rng.uniform(*config.blur.sigma))
-    erase = None
+    erase, noise = None, 0
     if config.erasing is not None and rng.random() < config.erasing.p:
         erase = _erasing(config.erasing, config.size, rng)
-    return replace(params, affine=affine.chain(moves), color=tuple(color), blur=blur, erase=erase)
+        noise = int(rng.integers(2**53)) if config.erasing.value == "random" else 0
+    return replace(params, affine=affine.chain(moves), color=tuple(color), blur=blur, erase=erase, noise=noise)
 
 
 def draw_clip(

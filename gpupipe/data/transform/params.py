@@ -53,6 +53,7 @@ class TransformParams:
         color: changes of colour, in the order in which they are done.
         blur: standard deviation of the Gaussian in output pixels; 0: none.
         erase: (top, left, height, width) in output pixels of the box that is erased.
+        noise: seed of the noise that fills that box, where it is noise.
         frames: with ``draws="frame"``, the parameters of each frame; the fields above are then those of the first.
     """
 
@@ -64,6 +65,7 @@ class TransformParams:
     color: tuple[ColorOp, ...] = ()
     blur: float = 0.0
     erase: Box | None = None
+    noise: int = 0
     frames: tuple[TransformParams, ...] = ()
 
     def matrix(self, size: Size) -> NDArray[np.float64]:

@@ -30,10 +30,12 @@ UNIT: Scale = (np.ones(CHANNELS), np.zeros(CHANNELS))
 
 
 def store(rgb: torch.Tensor, scale: Scale, out: torch.Tensor) -> None:
-    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range."""
-    gain, bias = (torch.from_numpy(s).to(rgb).view(CHANNELS, 1, 1) for s in scale)
-    values = rgb * gain + bias
-    out.copy_(values.round_().clamp_(0, 255) if out.dtype == torch.uint8 else values)
+    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range.
+
+    By plain numbers: a tensor of them would have to be copied to the device, and the host would wait for that."""
+    for channel, (gain, bias) in enumerate(zip(*(s.tolist() for s in scale), strict=True)):
+        values = rgb[:, channel] * gain + bias
+        out[:, channel].copy_(values.round_().clamp_(0, 255) if out.dtype == torch.uint8 else values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +71,8 @@ class Picture:
         matrix = folded @ rgb_from_codes(
             info, planes.format, untagged_matrix=self.untagged_matrix, untagged_range=self.untagged_range
         )
-        if params.affine is not None:
-            self._move(params, frame_map, out, matrix, folded @ np.array(fill), scale, clamp=clamp)
+        if params.affine is not None or (out.is_cuda and self.filter != "bilinear"):
+            self.two_steps(params, frame_map, out, matrix, folded @ np.array(fill), scale, clamp=clamp)
             return
         size = (int(out.shape[2]), int(out.shape[3]))
         sampling = geometry(info, planes.format, params, size, antialias=self.antialias, filter=self.filter)
@@ -81,7 +83,7 @@ class Picture:
         run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
         run(planes, sampling, color, frame_map, out)
 
-    def _move(
+    def two_steps(
         self,
         params: TransformParams,
         frame_map: Sequence[int],
@@ -92,14 +94,17 @@ class Picture:
         *,
         clamp: bool,
     ) -> None:
-        """The way of clips that are turned or sheared: RGB of the part of the frame in reach, then one sampling of that."""
+        """The way of clips that are turned or sheared, and on CUDA of those whose filter the kernel has not: RGB of the part of
+        the frame in reach at its own size, then one sampling of that. Arguments as for :meth:`write`."""
         size: Size = (int(out.shape[2]), int(out.shape[3]))
         place = params.matrix(size)
-        top, left, height, width = box = affine.reach(place, size, self.info.display_size, antialias=self.antialias)
+        box = params.bounds
+        if params.affine is not None:
+            box = affine.reach(place, size, self.info.display_size, antialias=self.antialias)
+        top, left, height, width = box
         place[:2, 2] -= left, top
         part = TransformParams((float(top), float(left), float(height), float(width)), box)
         dtype = torch.float64 if out.dtype == torch.float64 else torch.float32
-        outside = torch.from_numpy(fill).to(dtype=dtype, device=out.device).view(CHANNELS, 1, 1)
         together = max(1, _CHUNK_BYTES // (12 * height * width))
         for begin in range(0, len(frame_map), together):
             chunk = frame_map[begin : begin + together]
@@ -107,6 +112,10 @@ class Picture:
             sampling = geometry(self.info, self.planes.format, part, (height, width))
             run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
             run(self.planes, sampling, Color(matrix, *UNIT, clamp=False), chunk, rgb)
-            moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias)
-            moved += outside * (1 - cover)
+            if params.affine is None:
+                moved = affine.stretch(rgb, place, size, filter=self.filter, antialias=self.antialias)
+            else:
+                moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias)
+                for channel, value in enumerate(fill.tolist()):
+                    moved[:, channel].add_(1 - cover, alpha=value)
             store(moved.clamp_(0, 1) if clamp else moved, scale, out[begin : begin + len(chunk)])

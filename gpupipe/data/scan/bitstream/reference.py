@@ -31,6 +31,8 @@ class Picture(NamedTuple):
     """HEVC: the sequence before it has ended."""
     ends: bool = False
     """HEVC: the sequence ends with it."""
+    empty: bool = False
+    """The packet holds no picture at all."""
 
 
 def picture_of(codec: str, packet: bytes, length_size: int) -> Picture:
@@ -42,13 +44,14 @@ def picture_of(codec: str, packet: bytes, length_size: int) -> Picture:
     out. A packet that carries anything else that lasts, such as parameter sets, counts as referred to.
     """
     layer, slices, lasting, sets = 0, 0, False, False
-    picture, ended, ends = -1, False, False
+    picture, ended, ends, found = -1, False, False, False
     if codec not in ("h264", "hevc"):
         return Picture()
     try:
         for start, end in units(packet, length_size):
             if start == end:
                 continue
+            found = True
             if codec == "h264":
                 kind = packet[start] & 31
                 if kind in _H264_SLICES:
@@ -71,4 +74,4 @@ def picture_of(codec: str, packet: bytes, length_size: int) -> Picture:
                     sets = sets or is_parameter_set(codec, packet[start])
     except (ValueError, IndexError):
         return Picture(layer, False, sets, picture, ended, ends)
-    return Picture(layer, slices > 0 and not lasting, sets, picture, ended, ends)
+    return Picture(layer, found and not lasting, sets, picture, ended, ends, slices == 0)
