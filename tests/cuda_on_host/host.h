@@ -11,7 +11,7 @@
 #define __global__
 #define __shared__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 
 using std::max;
@@ -22,7 +22,7 @@ struct Index {
   int x = 0, y = 0, z = 0;
 };
 inline Index threadIdx, blockIdx;
-constexpr int kSharedDoubles = 6144;  // 48 KB
+constexpr int kSharedDoubles = 8192;  // 64 KB
 double shared_memory[kSharedDoubles];
 
 struct Texture {
@@ -47,6 +47,19 @@ inline float __uint_as_float(unsigned int bits) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector) {
+  const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
+  unsigned int result = 0;
+  for (int k = 0; k < 4; ++k) result |= static_cast<unsigned int>(bytes >> 8 * (selector >> 4 * k & 7) & 255) << 8 * k;
+  return result;
+}
+struct uint2 {
+  unsigned int x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline unsigned int __float2uint_rn(float value) { return static_cast<unsigned int>(std::nearbyint(value)); }
 
 struct Fibre {

@@ -14,7 +14,7 @@ import torch
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
-from gpupipe.data.transform import kernel, targets
+from gpupipe.data.transform import kernel, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.params import Box, TransformParams, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
@@ -63,7 +63,9 @@ class ClipTransform:
         colors = config.color_jitter or config.grayscale or config.channel_drop or config.blur
         if moves or colors:
             kernel.compile_for(1, torch.float32)  # what is neither sampling nor scaling begins with that
+            resize.compile_for(1, torch.float32)
         kernel.compile_for(1, self.dtype)
+        resize.compile_for(1, self.dtype)
 
     def draw(self, info: VideoInfo, rng: np.random.Generator, clip: int = 0) -> TransformParams:
         """Draws one clip's parameters; generators in equal states give equal ones.

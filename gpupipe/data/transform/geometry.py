@@ -141,6 +141,11 @@ class Geometry:
     columns: Axis
     transposed: bool
 
+    @property
+    def shrinks(self) -> bool:
+        """Whether an output reads more samples than its nearest neighbours, along either axis."""
+        return max(self.rows.support, self.columns.support) > 1
+
 
 def _subsampling(size: int, chroma_size: int) -> int:
     for factor in (1, 2, 4):

@@ -27,7 +27,7 @@ _ALIGNED_ROWS = BASE_BYTES // PITCH_BYTES
 _BLOCKS = 1024
 """Blocks that fill the largest GPU; beyond that a block makes several frames with the weights it has worked out."""
 
-_CUDA_TYPES = {
+CUDA_TYPES = {
     torch.float32: "float",
     torch.float16: "__half",
     torch.bfloat16: "__nv_bfloat16",
@@ -100,7 +100,7 @@ def _entry(sample_bytes: int, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]
     """Name of the kernel for these samples and this output, and the options that compile it alone."""
     name = f"clip_u{8 * sample_bytes}_{str(dtype).removeprefix('torch.')}"
     word = "unsigned char" if sample_bytes == 1 else "unsigned short"
-    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={_CUDA_TYPES[dtype]}")
+    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={CUDA_TYPES[dtype]}")
 
 
 def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -> tuple[Any, int]:
@@ -110,8 +110,8 @@ def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -
     params["out"] = out.data_ptr()
     for name, stride in zip(("stride_time", "stride_channel", "stride_row", "stride_column"), out.stride(), strict=True):
         params[name] = stride
-    _pack_axis(params["rows"], geometry.rows)
-    _pack_axis(params["columns"], geometry.columns)
+    pack_axis(params["rows"], geometry.rows)
+    pack_axis(params["columns"], geometry.columns)
     params["matrix"], params["gain"], params["bias"] = color.matrix, color.gain, color.bias
     params["clamp"] = color.clamp
     params["transposed"] = geometry.transposed
@@ -132,7 +132,7 @@ def _pack(planes: Planes, geometry: Geometry, color: Color, out: torch.Tensor) -
     return params, taps_bytes + 4 * weights if tabled else taps_bytes
 
 
-def _pack_axis(packed: Any, axis: Axis) -> None:
+def pack_axis(packed: Any, axis: Axis) -> None:
     for name in _AXIS_FIELDS:
         packed[name] = getattr(axis, name)
     packed["max_taps"], packed["max_chroma_taps"] = axis.max_taps(), axis.max_chroma_taps()

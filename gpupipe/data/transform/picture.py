@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpupipe.data.transform import affine, kernel, reference
+from gpupipe.data.transform import affine, kernel, reference, resize
 from gpupipe.data.transform.color import rgb_from_codes
 from gpupipe.data.transform.geometry import Filter, geometry
 from gpupipe.data.transform.params import Size, TransformParams
@@ -76,8 +76,12 @@ class Picture:
             return
         size = (int(out.shape[2]), int(out.shape[3]))
         sampling = geometry(info, planes.format, params, size, antialias=self.antialias, filter=self.filter)
+        color = Color(matrix, *scale, clamp)
+        if out.is_cuda and resize.serves(sampling):
+            resize.transform([resize.Clip(planes, sampling, color, frame_map, out)])
+            return
         run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
-        run(planes, sampling, Color(matrix, *scale, clamp), frame_map, out)
+        run(planes, sampling, color, frame_map, out)
 
     def two_steps(
         self,
