@@ -34,7 +34,7 @@ class FakeLane:
         self.cleared += 1
 
     def nvdec(self, keep: int) -> SimpleNamespace:
-        return SimpleNamespace(decode=self._decode)
+        return SimpleNamespace(created=0, decode=self._decode)
 
     def _decode(self, *_: object) -> str:
         if self.failures:

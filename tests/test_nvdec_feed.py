@@ -228,6 +228,7 @@ def test_videos_of_many_sizes_in_turn(clips: dict[str, Path], made: list[Decoder
     for _ in range(2):
         for name in ("h264", "h264_odd", "hevc", "vp9"):
             assert_exact(hardware, indices.load(str(clips[name])), [3, 50])
+    assert hardware.created == len(made) == 8, "four kinds in turn, of which two are kept"
 
 
 def test_a_miscounting_decoder_is_asked_for_times(
