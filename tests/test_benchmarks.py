@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_decode
+import bench_transform
 import common
 import figures
 import loader_cases
@@ -207,6 +208,44 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
     rates = {row["subject"]: row for row in data["rows"] if row["metric"] == "clips_per_s"}
     assert set(rates) == subjects
     assert all(row["value"] is not None for row in rates.values()), rates
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "options"),
+    [
+        ("bench_transform", ["--quick"]),
+        (
+            "conformance",
+            [
+                "--device",
+                "cpu",
+                "--only",
+                "h264_hidden_start",
+                "vp9_layers",
+                "--shared",
+                "/nowhere",
+                "--subjects",
+                "gpupipe-cpu",
+            ],
+        ),
+    ],
+)
+def test_other_benchmarks_run_on_the_cpu(script: str, options: list[str], tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{script}.py"), *options, "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    assert run.returncode == 0, run.stderr
+    (path,) = tmp_path.glob("*.json")
+    data = json.loads(path.read_text())
+    assert_form(data, path.name)
+    assert len(data["rows"]) >= 2
+    assert all(row["value"] is not None for row in data["rows"]), data["rows"]
+
+
+@pytest.mark.parametrize("name", ["nv12-1080p-224", "rgb-1080p-224-eval", "nv12-4k-224-eval", "nv12-256p-224-test"])
+def test_names_of_transform_cases_are_checked(name: str) -> None:
+    with pytest.raises(ValueError, match="is not FORMAT-SIZE-OUTPUT-KIND"):
+        bench_transform.case_of(name)
 
 
 def test_names_of_cases_say_what_they_are() -> None:
