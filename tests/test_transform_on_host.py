@@ -18,9 +18,11 @@ import torch
 from plane_cases import assert_clip, clip_exact, make_format, make_info, make_planes, random_case, run
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import ClipTransform, TransformParams, kernel, reference, resize
+from gpupipe.data.transform import ClipTransform, TransformParams, finish, kernel, reference, resize
+from gpupipe.data.transform.adjust import adjust
 from gpupipe.data.transform.geometry import geometry
-from gpupipe.data.transform.params import whole
+from gpupipe.data.transform.params import ColorOp, whole
+from gpupipe.data.transform.picture import store
 
 ROOT = Path(__file__).resolve().parent.parent
 UNIT = 2e-5
@@ -252,3 +254,60 @@ def test_what_shrinks_with_antialias_is_resized(size: tuple[int, int], antialias
 def test_lines_too_long_for_a_block_are_left_to_textures() -> None:
     form, info = make_format(30000, 48), make_info(30000, 48)
     assert not resize.serves(geometry(info, form, whole(info.display_size), (4, 1)))
+
+
+@pytest.fixture(scope="module")
+def color_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return compiled("clip_color", tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture
+def finishes(color_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Sends the colour kernels' launches to the host library; what was launched."""
+    log: list[str] = []
+
+    def launch(function: str, grid: tuple[int, ...], block: tuple[int, ...], args: list[Any], *, shared_bytes: int) -> None:
+        log.append(function)
+        packed = ctypes.create_string_buffer(args[0].tobytes(), finish.JOB.itemsize)
+        getattr(color_library, f"run_{function}")(packed, *grid, *block[:2])
+
+    monkeypatch.setattr(finish, "kernel", lambda file, name: name)
+    monkeypatch.setattr(finish, "launch", launch)
+    return log
+
+
+def drawn_ops(rng: np.random.Generator) -> list[ColorOp]:
+    values = {
+        "brightness": rng.uniform(0, 2), "saturation": rng.uniform(0, 2), "contrast": rng.uniform(0, 2),
+        "hue": rng.uniform(-0.5, 0.5), "grayscale": 0.0, "channel_drop": float(rng.integers(3)),
+        "posterize": float(rng.integers(1, 8)), "solarize": rng.uniform(0.2, 0.9),
+    }  # fmt: skip
+    names = rng.permutation(list(values))[: rng.integers(0, 6)]
+    return [ColorOp(str(name), float(values[str(name)])) for name in names]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_colours_equal_those_of_torch(finishes: list[str], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ops, clamp = drawn_ops(rng), bool(rng.integers(2))
+    frames, height, width = (int(n) for n in rng.integers(1, (4, 60, 90)))
+    rgb = torch.from_numpy(rng.random((frames, 3, height, width), np.float32))
+    dtype = (torch.float32, torch.float32, torch.bfloat16, torch.uint8)[seed % 4]
+    scale = (np.full(3, 255.0), np.zeros(3)) if dtype == torch.uint8 else (rng.uniform(1, 5, 3), rng.uniform(-2, 2, 3))
+    out = torch.zeros((frames, height, width, 3), dtype=dtype).permute(0, 3, 1, 2)
+    expected = torch.zeros_like(out)
+    store(adjust(rgb.clone(), ops, clamp=clamp), scale, expected)
+    finish.finish(rgb, ops, scale, out, clamp=clamp)
+    assert ("color_sums" in finishes) == any(op.name == "contrast" for op in ops)
+    off = (out.double() - expected.double()).abs() / (1.0 if dtype == torch.uint8 else max(scale[0]))
+    steep = any(op.name in ("posterize", "solarize") for op in ops)  # a rounding error before the step moves a pixel over it
+    limit = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.uint8: 1.0}[dtype]
+    assert float((off > limit).double().mean()) <= (0.02 if steep else 0.0), (float(off.max()), ops)
+
+
+def test_colours_that_need_more_than_a_pixel_are_left_to_torch() -> None:
+    assert finish.serves([])
+    assert finish.serves([ColorOp("contrast", 0.5), ColorOp("hue", 0.1)])
+    assert not finish.serves([ColorOp("contrast", 0.5), ColorOp("contrast", 0.5)])
+    for name in ("sharpness", "autocontrast", "equalize"):
+        assert not finish.serves([ColorOp(name)])  # type: ignore[arg-type]

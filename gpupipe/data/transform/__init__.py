@@ -14,7 +14,7 @@ import torch
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
-from gpupipe.data.transform import kernel, resize, targets
+from gpupipe.data.transform import finish, kernel, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.params import Box, TransformParams, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
@@ -64,6 +64,7 @@ class ClipTransform:
         if moves or colors:
             kernel.compile_for(1, torch.float32)  # what is neither sampling nor scaling begins with that
             resize.compile_for(1, torch.float32)
+            finish.compile_for(self.dtype)
         kernel.compile_for(1, self.dtype)
         resize.compile_for(1, self.dtype)
 
@@ -159,10 +160,13 @@ class ClipTransform:
                 for t, share in enumerate(blend):
                     rgb[t].lerp_(following[t], share)
                 rgb = rgb.clamp_(0, 1) if config.clamp else rgb
-            rgb = adjust(rgb, ops, clamp=config.clamp)
-            if params.blur and config.blur is not None:
-                rgb = blur(rgb, config.blur.kernel_size, params.blur)
-            store(rgb, self._scale, out)
+            if rgb.is_cuda and dtype == torch.float32 and not params.blur and finish.serves(ops):
+                finish.finish(rgb, ops, self._scale, out, clamp=config.clamp)
+            else:
+                rgb = adjust(rgb, ops, clamp=config.clamp)
+                if params.blur and config.blur is not None:
+                    rgb = blur(rgb, config.blur.kernel_size, params.blur)
+                store(rgb, self._scale, out)
         else:
             clamp = config.clamp or self.dtype == torch.uint8
             picture.write(params, frame_map, out, folded, config.fill, self._scale, clamp=clamp)
