@@ -12,6 +12,7 @@ grew by more than ``--allow`` MiB on the host or the device, or when a thread or
 from __future__ import annotations
 
 import argparse
+import ctypes
 import random
 import shutil
 import statistics
@@ -55,8 +56,39 @@ def make_files(folder: Path, kinds: list[str], count: int, media: Path) -> list[
     return files
 
 
-def used(device: torch.device) -> tuple[float, float]:
-    """(host, device) memory in MiB: of this process and its children; of the whole GPU, 0 without one."""
+class _HeapFacts(ctypes.Structure):
+    """glibc's ``struct mallinfo2``."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena",
+            "ordblks",
+            "smblks",
+            "hblks",
+            "hblkhd",
+            "usmblks",
+            "fsmblks",
+            "uordblks",
+            "fordblks",
+            "keepcost",
+        )  # fmt: skip
+    )
+
+
+def heap_in_use() -> float:
+    """MiB that this process has allocated and not freed, which tells a leak from a heap in pieces; 0 without glibc."""
+    try:
+        ask = ctypes.CDLL("libc.so.6").mallinfo2
+    except (OSError, AttributeError):
+        return 0.0
+    ask.restype = _HeapFacts
+    facts = ask()
+    return float(facts.uordblks + facts.hblkhd) / MIB
+
+
+def used(device: torch.device) -> tuple[float, float, float]:
+    """(host, heap, device) memory in MiB: of this process and its children; see :func:`heap_in_use`; of the whole GPU, or 0."""
     me = psutil.Process()
     host = float(me.memory_info().rss)
     for child in me.children(recursive=True):
@@ -65,9 +97,9 @@ def used(device: torch.device) -> tuple[float, float]:
         except psutil.NoSuchProcess:
             continue
     if device.type != "cuda":
-        return host / MIB, 0.0
+        return host / MIB, heap_in_use(), 0.0
     free, total = torch.cuda.mem_get_info(device)
-    return host / MIB, (total - free) / MIB
+    return host / MIB, heap_in_use(), (total - free) / MIB
 
 
 def one_epoch(loader: VideoLoader, draw: random.Random, leave_early: bool, deadline: float) -> int:
@@ -124,6 +156,7 @@ def main() -> int:
     threads = set(threading.enumerate())
     folder = Path(tempfile.mkdtemp(prefix="gpupipe-soak-", dir=options.media.parent))
     host: list[float] = []
+    heap: list[float] = []
     gpu: list[float] = []
     clips = epochs = 0
     try:
@@ -134,15 +167,18 @@ def main() -> int:
             while time.monotonic() < deadline:
                 clips += one_epoch(loader, draw, epochs % 5 == 4, deadline)
                 epochs += 1
-                for readings, value in zip((host, gpu), used(loader.device), strict=True):
+                for readings, value in zip((host, heap, gpu), used(loader.device), strict=True):
                     readings.append(value)
-                print(f"epoch {epochs}: {clips} clips, host {host[-1]:.0f} MiB, GPU {gpu[-1]:.0f} MiB", file=sys.stderr)
+                print(
+                    f"epoch {epochs}: {clips} clips, host {host[-1]:.0f} MiB, heap {heap[-1]:.0f} MiB, GPU {gpu[-1]:.0f} MiB",
+                    file=sys.stderr,
+                )
             stats, bad = loader.stats(), loader.bad_files
         seconds = time.monotonic() - began
         threads_left, processes_left = left_behind(threads)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    grown = {"host": growth(host), "device": growth(gpu)}
+    grown = {"host": growth(host), "heap": growth(heap), "device": growth(gpu)}
     values = {f"{where}_growth_mib": value for where, value in grown.items()}
     values |= {"host_peak_mib": max(host), "device_peak_mib": max(gpu)}
     values |= {"threads_left": float(len(threads_left)), "processes_left": float(len(processes_left))}
