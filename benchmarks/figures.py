@@ -85,7 +85,11 @@ def section(folder: Path = RESULTS) -> str:
         )
     if not parts:
         return "No results are committed yet.\n"
-    note = "Median (lowest–highest) of the runs. A ratio above 1.00x means that gpupipe did better, below it that it did worse."
+    note = (
+        "Median (lowest–highest) of the runs. A ratio above 1.00x means that gpupipe did better, below it that it did worse.\n"
+        "The limit is what the GPU's engines could do if every packet from the keyframe on were decoded: leaving out packets\n"
+        "that no wanted frame needs passes it."
+    )
     return "\n\n".join([*parts, note]) + "\n"
 
 

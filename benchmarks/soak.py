@@ -59,21 +59,8 @@ def make_files(folder: Path, kinds: list[str], count: int, media: Path) -> list[
 class _HeapFacts(ctypes.Structure):
     """glibc's ``struct mallinfo2``."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        )  # fmt: skip
-    )
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _names.split())
 
 
 def heap_in_use() -> float:

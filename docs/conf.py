@@ -38,7 +38,7 @@ html_title = f"gpupipe {version}"
 def keep_colons(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Runs before napoleon, which takes the text before an attribute's first colon for its type."""
     if what in ("attribute", "property", "data"):
-        lines.insert(0, "")
+        lines[:0] = ["..", ""]  # a comment: an empty line alone would be skipped
 
 
 def short_signature(

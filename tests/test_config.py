@@ -211,3 +211,24 @@ def test_torch_dtypes_are_names_too() -> None:
     import torch
 
     assert TransformConfig(dtype=torch.float16).dtype == "float16"  # type: ignore[arg-type]
+
+
+def test_naming_one_of_stride_and_fps_takes_the_others_place() -> None:
+    config = LoaderConfig.parse({"clip": {"fps": 10, "frames": 8}})
+    assert config.override({"clip": {"stride": 2}}).clip == ClipConfig(stride=2, frames=8)
+    assert LoaderConfig.parse({"clip": {"stride": 3}}).override({"clip": {"fps": 5.0}}).clip == ClipConfig(fps=5.0)
+    with pytest.raises(ConfigError, match="not both"):
+        config.override({"clip": {"stride": 2, "fps": 5.0}})
+
+
+def test_a_saved_configuration_has_no_rank(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    LoaderConfig(rank=1, world_size=4, seed=5).to_yaml(path)
+    again = LoaderConfig.from_yaml(path)
+    assert (again.rank, again.world_size, again.seed) == (None, None, 5)
+
+
+def test_several_uniform_clips_of_a_video_would_be_one() -> None:
+    with pytest.raises(ConfigError, match="'regular' or 'stratified'"):
+        LoaderConfig.parse({"clip": {"sampling": "uniform", "clips_per_video": 2}, "batch": 2})
+    LoaderConfig.parse({"clip": {"sampling": "uniform", "clips_per_video": 3}, "transform": {"crop": "three"}, "batch": 3})

@@ -246,3 +246,13 @@ def test_blends_stay_within_the_video(count: int, seed: int, fps: float | None) 
     if fps is None and all(found.mask) and found.blend:
         places = np.add(found.indices, found.blend)
         assert np.ptp(np.diff(places)) < 1e-9
+
+
+def test_regular_clips_span_the_video(clips: dict[str, Path]) -> None:
+    index = indices.load(str(clips["h264"]))  # 60 frames
+    config = ClipConfig(frames=4, stride=2, sampling="regular", clips_per_video=4)
+    starts = [pick_frames(config, index, np.random.default_rng(0), place=(k, 4)).indices[0] for k in range(4)]
+    assert starts == [0, 18, 35, 53], "the last one fits: 53 + 3 * 2 = 59"
+    assert pick_frames(config, index, np.random.default_rng(0)).indices == (26, 28, 30, 32), "one alone lies in the middle"
+    long = ClipConfig(frames=100, sampling="regular")
+    assert pick_frames(long, index, np.random.default_rng(0), place=(1, 2)).indices[0] == 0

@@ -271,3 +271,15 @@ def test_range_reads_stop_at_the_end(tmp_path: Path) -> None:
         assert (file.read(3, 4), file.read(8, 9), file.read(20, 1), file.read(0, 0)) == (b"3456", b"89", b"", b"")
     with pytest.raises(OpenError, match="none"):
         LocalFile(str(tmp_path / "none"))
+
+
+def test_classes_keep_their_numbers_in_a_set_that_lacks_some(tmp_path: Path) -> None:
+    for name in ("train/a/1.mp4", "train/b/2.mp4", "train/c/3.mp4", "val/b/4.mp4", "val/c/5.mp4"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    alone = SourceConfig(label_from="folder")
+    assert [entry.columns["label"] for entry in collect(tmp_path / "train", alone)] == [0, 1, 2]
+    shared = SourceConfig(label_from="folder", classes=("a", "b", "c"))
+    assert [entry.columns["label"] for entry in collect(tmp_path / "val", shared)] == [1, 2]
+    with pytest.raises(SourceError, match=r"3\.mp4 lies in a folder that source\.classes does not name"):
+        collect(tmp_path / "train", SourceConfig(label_from="folder", classes=("a", "b")))

@@ -43,6 +43,11 @@ def test_before_that_does_nothing_costs_eight_bits_and_no_more(clips: dict[str, 
     assert float((plain.video - through.video).abs().mean()) < 0.01
 
 
+def test_floats_of_codes_are_an_error(clips: dict[str, Path]) -> None:
+    with pytest.raises(GraphError, match=r"floats are RGB in \[0, 1\]"):
+        load(clips, before=lambda clip: clip.video.float())
+
+
 def test_frames_of_another_size_are_cropped_as_such(clips: dict[str, Path]) -> None:
     def halved(clip: Clip) -> torch.Tensor:
         return torch.nn.functional.avg_pool2d(clip.video.float() / 255, 2)

@@ -54,7 +54,10 @@ class SourceConfig(StageConfig):
     )  # fmt: skip
     recursive: bool = True
     label_from: Literal["column", "folder"] = "column"
-    """``folder``: the label is the position of the video's parent folder's name among all such names, sorted."""
+    """``folder``: the label is the position of the video's parent folder's name among ``classes``."""
+    classes: tuple[str, ...] = ()
+    """Names of the folders in the order of their numbers; none: those that are there, sorted. Give a validation set the
+    ``classes`` of the training loader: it may lack some."""
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
 
@@ -68,10 +71,11 @@ class ClipConfig(StageConfig):
     """Distance between neighbouring frames of a clip, in frames. Not together with ``fps``."""
     fps: Annotated[float, Field(gt=0)] | None = None
     """Frames per second of the clip: frame k is the last one shown at or before start + k / fps."""
-    sampling: Literal["random", "uniform", "stratified", "keyframe"] = "random"
-    """``random``: a random start. ``keyframe``: a random start among the keyframes. ``uniform``: the middle frames of T equal
-    segments of the video. ``stratified``: one random frame out of each of T equal segments (Wang et al., Temporal Segment
-    Networks, ECCV 2016)."""
+    sampling: Literal["random", "regular", "uniform", "stratified", "keyframe"] = "random"
+    """``random``: a random start. ``regular``: the clips of a video start at regular distances, the first with its first frame
+    and the last so that it just fits; one alone lies in the middle. ``keyframe``: a random start among the keyframes.
+    ``uniform``: the middle frames of T equal segments of the video. ``stratified``: one random frame out of each of T equal
+    segments (Wang et al., Temporal Segment Networks, ECCV 2016)."""
     clips_per_video: Annotated[int, Field(ge=1, le=256)] = 1
     """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
     speed: SpeedRange = (1.0, 1.0)
@@ -211,13 +215,25 @@ class LoaderConfig(StageConfig):
             part = self._batch_of_size(value) if name == "batch" else value
             part = {"preset": part} if name == "transform" and isinstance(part, str) else part
             if isinstance(stage, StageConfig) and isinstance(part, dict) and "preset" not in part:
-                merged[name] = {field: getattr(stage, field) for field in stage.model_fields_set} | part
+                kept = {field: getattr(stage, field) for field in stage.model_fields_set}
+                for one, other in (("stride", "fps"), ("fps", "stride")):  # the one that is named now takes the other's place
+                    if name == "clip" and one in part and other not in part:
+                        kept.pop(other, None)
+                merged[name] = kept | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 
     @model_validator(mode="after")
     def _rank_exists(self) -> Self:
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
             raise ValueError(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}")
+        return self
+
+    @model_validator(mode="after")
+    def _clips_differ(self) -> Self:
+        if self.clip.sampling == "uniform" and self.clip.clips_per_video > self.transform.crops:
+            raise ValueError(
+                "sampling='uniform' gives one clip of a video: for several, use sampling='regular' or 'stratified'"
+            )
         return self
 
     @model_validator(mode="after")
@@ -260,14 +276,15 @@ class LoaderConfig(StageConfig):
         return cls(**names_only(values or {}, str(path)))
 
     def to_yaml(self, path: PathLike) -> None:
-        """Writes all fields, defaults included, so that the file records the run.
+        """Writes all fields, defaults included, so that the file records the run; but not ``rank`` and ``world_size``, which
+        say where one process of it stood.
 
         Raises:
             ConfigError: when the file cannot be written.
         """
         import yaml
 
-        text = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+        text = yaml.safe_dump(self.model_dump(mode="json", exclude={"rank", "world_size"}), sort_keys=False)
         try:
             Path(path).write_text(text, encoding="utf-8")
         except OSError as error:

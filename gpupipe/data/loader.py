@@ -30,7 +30,7 @@ from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
-from gpupipe.data.source import Videos, collect, column_kinds, start_frame
+from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
@@ -39,6 +39,9 @@ from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Batch, Entry
+
+_COUNTS = ("clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "cpu_clips", "nvdec_clips")
+"""Counts that :meth:`VideoLoader.stats` has from the start."""
 
 
 class VideoLoader:
@@ -132,6 +135,8 @@ class VideoLoader:
         )
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
+        for name in _COUNTS:
+            self._telemetry.count(name, 0)
         self._epoch = 0
         self._iterator: weakref.ref[BatchIterator] | None = None
         self._pipeline: Pipeline | None = None
@@ -147,6 +152,13 @@ class VideoLoader:
     @property
     def batch_size(self) -> int:
         return self.config.batch.size
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes in the order of their numbers, with ``label_from="folder"``; else none."""
+        if self.config.source.label_from != "folder":
+            return ()
+        return self.config.source.classes or class_names(self._job.entries)
 
     @property
     def bad_files(self) -> dict[str, str]:

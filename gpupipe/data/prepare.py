@@ -40,8 +40,12 @@ def prepare(clip: ClipConfig, request: ClipRequest, entry: Entry, index: VideoIn
     Raises:
         SampleError: when the video has not enough frames, and ``clip.pad`` is ``error``.
     """
-    draws = [clip_generator(request, FRAMES, number // crops) for number in range(clip.clips_per_video)]
-    picks = [pick_frames(clip, index, draw, start_frame(entry)) for draw in draws]
+    shown = clip.clips_per_video // crops
+    places = [number // crops for number in range(clip.clips_per_video)]
+    draws = [clip_generator(request, FRAMES, place) for place in places]
+    picks = [
+        pick_frames(clip, index, draw, start_frame(entry), (place, shown)) for draw, place in zip(draws, places, strict=True)
+    ]
     return Prepared(index, picks, make_plan(index, [frame for pick in picks for frame in pick.decoded]))
 
 

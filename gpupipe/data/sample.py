@@ -15,8 +15,17 @@ Place = tuple[int, float]
 """A frame, and the share of the following one."""
 
 
-def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator, start_frame: int | None = None) -> FramePick:
+def pick_frames(
+    config: ClipConfig,
+    index: VideoIndex,
+    rng: np.random.Generator,
+    start_frame: int | None = None,
+    place: tuple[int, int] = (0, 1),
+) -> FramePick:
     """Picks the frames of one clip as ``config.sampling`` says, or from ``start_frame`` on where it is given.
+
+    Args:
+        place: which clip of the video it is, and of how many.
 
     Raises:
         SampleError: when the video is too short and ``config.pad`` is ``error``, or ``start_frame`` is not one of its frames.
@@ -34,6 +43,10 @@ def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator,
         real = _run(config, index, start_frame, speed)
     elif config.sampling in ("uniform", "stratified"):
         real = [(frame, 0.0) for frame in _segments(config, frames, rng)]
+    elif config.sampling == "regular":
+        number, clips = place
+        last = max(0, _last_start(config, index, speed))
+        real = _run(config, index, round(last * number / (clips - 1)) if clips > 1 else last // 2, speed)
     else:
         real = _run(config, index, _random_start(config, index, rng, speed), speed)
     if config.reverse and rng.random() < config.reverse:
@@ -41,14 +54,17 @@ def pick_frames(config: ClipConfig, index: VideoIndex, rng: np.random.Generator,
     return _pad(config, index, real)
 
 
+def _last_start(config: ClipConfig, index: VideoIndex, speed: float) -> int:
+    """The last frame from which the whole clip fits; negative when it fits nowhere."""
+    if config.fps is None:
+        return index.info.frames - 1 - round((config.frames - 1) * config.stride * speed)
+    end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
+    return int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
+
+
 def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generator, speed: float) -> int:
     """A random first frame among those from which the whole clip fits; 0 when it fits nowhere."""
-    frames = index.info.frames
-    if config.fps is None:
-        last = frames - 1 - round((config.frames - 1) * config.stride * speed)
-    else:
-        end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
-        last = int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
+    last = _last_start(config, index, speed)
     if config.sampling != "keyframe":
         return int(rng.integers(last + 1)) if last >= 0 else 0
     starts = index.keyframes

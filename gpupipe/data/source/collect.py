@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
     if not entries:
         raise SourceError("the list of videos is empty", fix="give at least one video")
-    return _label_by_folder(entries) if config.label_from == "folder" else entries
+    return _label_by_folder(entries, config.classes) if config.label_from == "folder" else entries
 
 
 def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
@@ -89,7 +89,18 @@ def _folder(path: str, config: SourceConfig) -> list[Entry]:
     return [Entry(p) for p in sorted(found)]
 
 
-def _label_by_folder(entries: list[Entry]) -> list[Entry]:
-    names = sorted({Path(entry.path).parent.name for entry in entries})
-    numbers = {name: number for number, name in enumerate(names)}
+def class_names(entries: Sequence[Entry]) -> tuple[str, ...]:
+    """The names of the videos' parent folders, sorted."""
+    return tuple(sorted({Path(entry.path).parent.name for entry in entries}))
+
+
+def _label_by_folder(entries: list[Entry], classes: tuple[str, ...]) -> list[Entry]:
+    numbers = {name: number for number, name in enumerate(classes or class_names(entries))}
+    for entry in entries:
+        if Path(entry.path).parent.name not in numbers:
+            raise SourceError(
+                f"{entry.path} lies in a folder that source.classes does not name",
+                fix="add it to classes, or leave the folder out",
+                path=entry.path,
+            )
     return [replace(entry, columns={"label": numbers[Path(entry.path).parent.name], **entry.columns}) for entry in entries]

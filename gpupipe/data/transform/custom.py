@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,8 @@ from gpupipe.device.texture import BASE_BYTES
 from gpupipe.errors import GraphError
 from gpupipe.types import Clip, ClipRecord, ClipRequest, FramePick, PlaneFormat, Planes, VideoInfo
 
+_BEYOND = 4.0
+"""Floats beyond this are taken for codes of 8 bits: a filter may overshoot 1, but not so far."""
 UserTransform = Callable[[Clip], "Clip | torch.Tensor | None"]
 """Gives the new pixels, or the clip that holds them, or None when it has changed ``clip.video`` in place."""
 
@@ -41,6 +43,8 @@ class Custom:
 
     before: UserTransform | None = None
     after: UserTransform | None = None
+    _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
+    """Whether floats that ``before`` gave were looked at."""
 
     def prepare(
         self, planes: Planes, info: VideoInfo, frame_map: Sequence[int], pick: FramePick, request: ClipRequest, number: int
@@ -72,6 +76,13 @@ class Custom:
         if video.device != rgb.device:
             raise GraphError(f"before= gave frames on {video.device}, not on {rgb.device}", path=info.path)
         if video.is_floating_point():
+            if not self._looked:  # once: on a GPU the host waits for the answer
+                most = float(video.amax())
+                if most > _BEYOND:
+                    raise GraphError(
+                        f"before= gave values up to {most:.0f}: floats are RGB in [0, 1]", fix="divide by 255", path=info.path
+                    )
+                self._looked.append(True)
             video = (video.clamp(0, 1) * 255).round_()
         elif video.dtype != torch.uint8:
             raise GraphError(f"before= gave {video.dtype}, not uint8 or a floating-point type", path=info.path)
