@@ -229,6 +229,25 @@ def test_a_saved_configuration_has_no_rank(tmp_path: Path) -> None:
 
 
 def test_several_uniform_clips_of_a_video_would_be_one() -> None:
-    with pytest.raises(ConfigError, match="'regular' or 'stratified'"):
+    with pytest.raises(ConfigError, match="not clips_per_video=2"):
         LoaderConfig.parse({"clip": {"sampling": "uniform", "clips_per_video": 2}, "batch": 2})
     LoaderConfig.parse({"clip": {"sampling": "uniform", "clips_per_video": 3}, "transform": {"crop": "three"}, "batch": 3})
+
+
+@pytest.mark.parametrize(
+    ("values", "fix"),
+    [
+        ({"batch": 8, "clip": {"clips_per_video": 3}}, "use batch=6 or 9"),
+        ({"batch": 2, "clip": {"clips_per_video": 3}}, "use batch=3"),
+        ({"transform": {"crop": "three"}}, "set clip.clips_per_video=3"),
+        ({"clip": {"stride": 2, "fps": 5}}, "leave one of them out"),
+        ({"clip": {"sampling": "uniform", "fps": 5}}, "leave them out"),
+        ({"rank": 2, "world_size": 2}, "ranks count from 0"),
+        ({"transform": {"crop": "center", "short_side": 100, "size": 224}}, "raise short_side"),
+    ],
+)
+def test_fields_that_do_not_fit_each_other_say_the_way_out(values: dict[str, Any], fix: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig.parse(values)
+    assert fix in str(caught.value)
+    assert "has source, clip" not in str(caught.value)

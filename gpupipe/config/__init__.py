@@ -18,7 +18,7 @@ from gpupipe.config.augment import (
 )
 from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
-from gpupipe.config.stage import PathLike, StageConfig, names_only, whole_number
+from gpupipe.config.stage import Misfit, PathLike, StageConfig, names_only, whole_number
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
 
@@ -92,12 +92,18 @@ class ClipConfig(StageConfig):
     @model_validator(mode="after")
     def _steps_agree(self) -> Self:
         if self.fps is not None and self.stride != 1:
-            raise ValueError("give stride or fps, not both")
+            raise Misfit("give stride or fps, not both", fix="leave one of them out")
         if self.sampling in ("uniform", "stratified") and (self.fps is not None or self.stride != 1):
-            raise ValueError(f"sampling={self.sampling!r} spans the whole video, so stride and fps do not apply")
+            raise Misfit(
+                f"sampling={self.sampling!r} spans the whole video, so stride and fps do not apply",
+                fix="leave them out, or use sampling='random' or 'regular'",
+            )
         ascending("speed", self.speed)
         if self.sampling in ("uniform", "stratified") and self.speed != (1.0, 1.0):
-            raise ValueError(f"sampling={self.sampling!r} spans the whole video, so speed does not apply")
+            raise Misfit(
+                f"sampling={self.sampling!r} spans the whole video, so speed does not apply",
+                fix="leave it out, or use sampling='random'",
+            )
         return self
 
 
@@ -225,25 +231,32 @@ class LoaderConfig(StageConfig):
     @model_validator(mode="after")
     def _rank_exists(self) -> Self:
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
-            raise ValueError(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}")
+            raise Misfit(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}", fix="ranks count from 0")
         return self
 
     @model_validator(mode="after")
     def _clips_differ(self) -> Self:
         if self.clip.sampling == "uniform" and self.clip.clips_per_video > self.transform.crops:
-            raise ValueError(
-                "sampling='uniform' gives one clip of a video: for several, use sampling='regular' or 'stratified'"
+            raise Misfit(
+                f"sampling='uniform' gives one clip of a video, not clips_per_video={self.clip.clips_per_video}",
+                fix="use sampling='regular' or 'stratified'",
             )
         return self
 
     @model_validator(mode="after")
     def _visits_fit_batches(self) -> Self:
         if self.batch.size % self.clip.clips_per_video:
-            raise ValueError(f"batch.size={self.batch.size} is no multiple of clips_per_video={self.clip.clips_per_video}")
+            clips = self.clip.clips_per_video
+            above = -(-self.batch.size // clips) * clips
+            below = f"{above - clips} or " if above > clips else ""
+            raise Misfit(
+                f"batch.size={self.batch.size} is no multiple of clips_per_video={clips}", fix=f"use batch={below}{above}"
+            )
         if self.clip.clips_per_video % self.transform.crops:
-            raise ValueError(
+            raise Misfit(
                 f"transform.crop={self.transform.crop!r} makes {self.transform.crops} clips of the same frames: "
-                f"clips_per_video={self.clip.clips_per_video} is no multiple of that"
+                f"clips_per_video={self.clip.clips_per_video} is no multiple of that",
+                fix=f"set clip.clips_per_video={self.transform.crops}, or a multiple",
             )
         return self
 

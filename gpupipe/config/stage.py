@@ -49,6 +49,14 @@ class StageConfig(BaseModel):
         )
 
 
+class Misfit(ValueError):
+    """Fields that do not fit each other, and the way out."""
+
+    def __init__(self, message: str, *, fix: str) -> None:
+        super().__init__(message)
+        self.fix = fix
+
+
 def whole_number(value: Any) -> int | None:
     """A whole number, NumPy's included; None for anything else."""
     try:
@@ -89,6 +97,7 @@ def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
             given = "" if item["type"] == "missing" or whole else f" (got {item['input']!r})"
             name = model.__name__ if where == model.__name__ else f"{model.__name__}.{where}"
             problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{given}")
+            fix = fix or (cause.fix if isinstance(cause, Misfit) else None)
     return ConfigError("; ".join(problems), fix=fix or _meaning(model, error.errors()[0]["loc"]))
 
 

@@ -16,7 +16,7 @@ from gpupipe.config.augment import (
 )
 from gpupipe.config.presets import preset
 from gpupipe.config.ranges import Color, Part, Positive, Ratio, Share, ascending
-from gpupipe.config.stage import StageConfig, whole_number
+from gpupipe.config.stage import Misfit, StageConfig, whole_number
 from gpupipe.errors import ConfigError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -146,7 +146,10 @@ class TransformConfig(StageConfig):
             ascending("short_side", self.short_side)
         shortest = min(self.short_side) if isinstance(self.short_side, tuple) else self.short_side
         if shortest is not None and self.crop in WINDOWS and shortest < min(self.size):
-            raise ValueError(f"short_side={self.short_side} is smaller than the crop size {self.size}")
+            raise Misfit(
+                f"short_side={self.short_side} is smaller than the crop size {self.size}",
+                fix="raise short_side, or leave it out: then it is just large enough",
+            )
         if self.memory_format == "channels_last_3d" and self.layout != "NCTHW":
             raise ValueError(f"memory_format='channels_last_3d' needs layout='NCTHW', not {self.layout!r}")
         if self.blur is not None and self.blur.kernel_size // 2 >= min(self.size):
