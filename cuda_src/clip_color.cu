@@ -2,8 +2,7 @@
 // before it where contrast needs each frame's mean. The truth it must equal is gpupipe/data/transform/adjust.py.
 //
 // Sums are of one order, whatever the GPU: each thread adds its own pixels, a tree adds the threads, one thread adds the blocks.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include "store.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kMaxSteps = 8;
@@ -24,13 +23,6 @@ struct ColorJob {
   float value[kMaxSteps];
 };
 static_assert(sizeof(ColorJob) == 168, "gpupipe/data/transform/finish.py packs this struct");
-
-__device__ __forceinline__ void store(float* at, float value) { *at = value; }
-__device__ __forceinline__ void store(__half* at, float value) { *at = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* at, float value) { *at = __float2bfloat16_rn(value); }
-__device__ __forceinline__ void store(unsigned char* at, float value) {
-  *at = static_cast<unsigned char>(__float2uint_rn(fminf(fmaxf(value, 0.f), 255.f)));
-}
 
 extern __shared__ double shared_memory[];
 
@@ -62,9 +54,9 @@ __device__ __forceinline__ float posterized(float x, float levels) {
   return fminf(fmaxf(floorf(x * levels), 0.f), levels - 1.f) / levels;
 }
 
-// Steps begin ... end - 1. `mean` is that of the frame's greys, for contrast.
-__device__ __forceinline__ Rgb changed(const ColorJob& job, Rgb c, int begin, int end, float mean) {
-  for (int step = begin; step < end; ++step) {
+// The first `steps` of the steps. `mean` is that of the frame's greys, for contrast.
+__device__ __forceinline__ Rgb changed(const ColorJob& job, Rgb c, int steps, float mean) {
+  for (int step = 0; step < steps; ++step) {
     const float value = job.value[step];
     switch (job.kind[step]) {
       case kBrightness:
@@ -111,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) color_sums(const __grid_c
   float* sums = reinterpret_cast<float*>(shared_memory);
   float sum = 0.f;
   for (int pixel = blockIdx.x * kThreads + threadIdx.x; pixel < job.pixels; pixel += job.blocks * kThreads)
-    sum += grey_of(changed(job, pixel_of(job, pixel), 0, job.contrast, 0.f));
+    sum += grey_of(changed(job, pixel_of(job, pixel), job.contrast, 0.f));
   sums[threadIdx.x] = sum;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -135,7 +127,7 @@ __device__ __forceinline__ void finish(const ColorJob& job) {
   __syncthreads();
   Out* out = reinterpret_cast<Out*>(job.out) + blockIdx.y * job.stride_time;
   for (int pixel = blockIdx.x * kThreads + threadIdx.x; pixel < job.pixels; pixel += job.blocks * kThreads) {
-    const Rgb c = changed(job, pixel_of(job, pixel), 0, job.steps, *mean);
+    const Rgb c = changed(job, pixel_of(job, pixel), job.steps, *mean);
     Out* at = out + pixel / job.width * job.stride_row + pixel % job.width * job.stride_column;
     store(at, c.r * job.gain[0] + job.bias[0]);
     store(at + job.stride_channel, c.g * job.gain[1] + job.bias[1]);

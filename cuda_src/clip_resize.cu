@@ -6,10 +6,8 @@
 // four neighbouring samples, which it reads as one word, so that a frame is read in whole lines and no sample is fetched by
 // itself. Then across, out of shared memory. "Rows" and "columns" are those of the stored frame; turning it is a matter of the
 // output's strides.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "sampling.cuh"
+#include "store.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 3;  // at a time on one multiprocessor, as far as registers go
@@ -43,13 +41,6 @@ struct Batch {
 };
 static_assert(sizeof(ClipJob) == 288, "gpupipe/data/transform/resize.py packs this struct");
 static_assert(sizeof(Batch) == 3656, "gpupipe/data/transform/resize.py packs this struct");
-
-__device__ __forceinline__ void store(float* at, float value) { *at = value; }
-__device__ __forceinline__ void store(__half* at, float value) { *at = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* at, float value) { *at = __float2bfloat16_rn(value); }
-__device__ __forceinline__ void store(unsigned char* at, float value) {
-  *at = static_cast<unsigned char>(__float2uint_rn(value));  // value is RGB * 255, within 0 ... 255
-}
 
 // Four samples of one row. A sample is below 2^16, so as the low bits of 2^23's float it is exact, and taking 2^23 off leaves it:
 // cheaper than a conversion.

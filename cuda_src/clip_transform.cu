@@ -4,10 +4,8 @@
 // A block makes a tile of output pixels for a few frames. Weights depend only on the output's row and column, so they are worked
 // out once a block into shared memory; a shrink too strong for that computes each weight where it is used. Samples are fetched
 // through a texture as whole numbers: its own bilinear filter has 8-bit weights, which is too coarse.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "sampling.cuh"
+#include "store.cuh"
 
 constexpr int kTileWidth = 32;
 constexpr int kTileHeight = 8;
@@ -39,13 +37,6 @@ template <typename Word>
 __device__ __forceinline__ float fetch(unsigned long long texture, float column, float row) {
   const unsigned int code = tex2D<Word>(static_cast<cudaTextureObject_t>(texture), column, row);
   return __uint_as_float(0x4B000000u | code) - 8388608.f;
-}
-
-__device__ __forceinline__ void store(float* at, float value) { *at = value; }
-__device__ __forceinline__ void store(__half* at, float value) { *at = __float2half_rn(value); }
-__device__ __forceinline__ void store(__nv_bfloat16* at, float value) { *at = __float2bfloat16_rn(value); }
-__device__ __forceinline__ void store(unsigned char* at, float value) {
-  *at = static_cast<unsigned char>(__float2uint_rn(value));  // value is RGB * 255, within 0 ... 255
 }
 
 // Weights of one output along one axis, read from a table whose rows are taps: neighbouring threads read neighbouring words.
