@@ -20,12 +20,14 @@ import av
 import numpy as np
 import pytest
 from clips import write_clip
+from streams import FRAMES, STREAMS
 
 from gpupipe.data import index
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.scan import store
 from gpupipe.data.scan.demux import whole_packets
+from gpupipe.data.scan.record import record
 from gpupipe.data.scan.scan import scan
 from gpupipe.data.stop import Stopped
 from gpupipe.errors import OpenError
@@ -416,3 +418,19 @@ def test_a_scan_can_be_given_up(name: str, tricky: Path) -> None:
         scan(Identity.of(str(tricky / name)), lambda: len(asked) > 20 or bool(asked.append(None)))
     assert len(asked) == 21
     assert scan(Identity.of(str(tricky / name))).packets.size
+
+
+def test_a_new_configuration_that_cannot_be_taken_over_cuts_the_file_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a decode tells the frames: what lies behind is no packet of the index."""
+    path = STREAMS["h264_two_configurations"].make(tmp_path, "h264_two_configurations")
+    monkeypatch.setattr("gpupipe.data.scan.scan._CONFIGURED", ())
+    for told in (True, False):
+        if not told:
+            monkeypatch.setattr("gpupipe.data.scan.scan._times_tell", lambda *_: False)
+        found = scan(Identity.of(str(path)))
+        assert len(found.packets.size) == FRAMES
+        assert found.display is None or max(found.display) < FRAMES
+        assert "configured anew" in found.faults[0]
+        assert record(found)

@@ -17,7 +17,7 @@ from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.scan.bitstream.nal import nal_length_size, parameter_sets
 from gpupipe.data.scan.bitstream.reference import Picture, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
-from gpupipe.data.scan.bitstream.sets import ParameterSets
+from gpupipe.data.scan.bitstream.sets import HEADERS, ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
 from gpupipe.data.scan.demux import decoded, open_video, whole_packets
 from gpupipe.data.stop import Stop, Stopped, never
@@ -42,8 +42,7 @@ _PROGRESSIVE = (0, 1)
 """FFmpeg's field orders "unknown" and "progressive"."""
 _CONFIGURED = ("h264", "hevc")
 """Codecs of which a new configuration is a set of parameter sets."""
-_HEADED = ("mpeg1video", "mpeg2video", "mpeg4")
-_TELLING = (*_CONFIGURED, *_HEADED, "vp8", "vp9", "av1")
+_TELLING = (*_CONFIGURED, *HEADERS, "vp8", "vp9", "av1")
 """Codecs whose pictures say what they are, so that keyframe flags are not just believed."""
 _PROBED = 120
 """Packets that are decoded to see whether their order is that of showing."""
@@ -196,7 +195,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.start.append(packet.is_keyframe and is_start_point(codec, data, length_size))
             picture = picture_of(codec, data, length_size)
             rows.shown.append(not packet.is_discard and not leading.is_lost(picture) and not picture.empty)
-            if picture.has_sets or (packet.is_keyframe and codec in _HEADED):
+            if picture.has_sets or (packet.is_keyframe and codec in HEADERS):
                 sets.see(data, length_size)
                 if sets.in_force() != in_force[-1][1]:
                     in_force.append((len(rows.size) - 1, sets.in_force()))
@@ -227,7 +226,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
         extradata,
         length_size,
         rows,
-        None if told else _display_by_decoding(path, stop),
+        None if told else _display_by_decoding(path, stop, len(rows.size)),
         in_force,
         container=container.format.name,
         codec=codec,
@@ -347,8 +346,8 @@ class _Window:
         return self._bytes[at : at + len(data)] == data
 
 
-def _display_by_decoding(path: str, stop: Stop, most: int | None = None) -> list[int]:
-    """The packets that yield frames, in the order in which a sequential software decode puts them out; the first ``most``."""
+def _display_by_decoding(path: str, stop: Stop, most: int) -> list[int]:
+    """Which of the first ``most`` packets yield frames, in the order in which a sequential software decode puts them out."""
     container, stream = open_video(path)
     with container:
         context: Any = stream.codec_context

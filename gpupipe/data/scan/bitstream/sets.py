@@ -7,7 +7,7 @@ import re
 from gpupipe.data.scan.bitstream.dpb import skip_profile_tier_level
 from gpupipe.data.scan.bitstream.nal import START_CODE, BitReader, parameter_sets, unescape, units
 
-_HEADERS = {
+HEADERS = {
     "mpeg1video": (b"\x00\x00\x01\xb3", (b"\x00\x00\x01\xb8", b"\x00\x00\x01\x00")),
     "mpeg2video": (b"\x00\x00\x01\xb3", (b"\x00\x00\x01\xb8", b"\x00\x00\x01\x00")),
     "mpeg4": (b"\x00\x00\x01", (b"\x00\x00\x01\xb3", b"\x00\x00\x01\xb6")),
@@ -39,7 +39,7 @@ class ParameterSets:
 
     def see(self, packet: bytes, length_size: int) -> None:
         """Takes over the sets of a packet. Damaged ones count by what can be read of them."""
-        if self._codec in _HEADERS:
+        if self._codec in HEADERS:
             header = _header(self._codec, packet)
             if header:
                 self._sets = {(0, 0): header}
@@ -56,14 +56,14 @@ class ParameterSets:
 
     def in_force(self) -> bytes:
         """All of them in Annex B form, each behind those that it refers to; the header of an MPEG sequence as it is."""
-        if self._codec in _HEADERS:
+        if self._codec in HEADERS:
             return self._sets.get((0, 0), b"")
         return b"".join(START_CODE + self._sets[key] for key in sorted(self._sets))
 
 
 def _header(codec: str, packet: bytes) -> bytes:
     """The sequence's header with all that belongs to it; empty where a packet has none."""
-    begin, ends = _HEADERS[codec]
+    begin, ends = HEADERS[codec]
     at = packet.find(begin)
     if at < 0:
         return b""
