@@ -319,7 +319,7 @@ def _custom(before: UserTransform | None, after: UserTransform | None) -> Custom
 def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
     """Raises ConfigError unless every video has a label that ``mix`` knows."""
     if kinds.get("label") != "int":
-        raise ConfigError("transform.mix needs a label for each video, a whole number", fix="see Labels in the README")
+        raise ConfigError("transform.mix needs a label for each video, a whole number", fix="see labels in the README's table")
     for entry in entries:
         if not 0 <= int(entry.columns["label"]) < mix.num_classes:
             raise ConfigError(

@@ -76,15 +76,20 @@ def _random_resized(config: TransformConfig, display_size: Size, rng: np.random.
     height, width = display_size
     narrowest, widest = config.ratio
     for _ in range(_TRIES):
-        area = height * width * rng.uniform(*config.scale)
-        ratio = math.exp(rng.uniform(math.log(narrowest), math.log(widest)))
-        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        w, h = _sides(display_size, config.scale, config.ratio, rng)
         if 0 < w <= width and 0 < h <= height:
             return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
     ratio = min(max(width / height, narrowest), widest)
     h = min(height, max(1, round(width / ratio)))
     w = min(width, max(1, round(height * ratio)))
     return (height - h) // 2, (width - w) // 2, h, w
+
+
+def _sides(size: Size, scale: tuple[float, float], ratio: tuple[float, float], rng: np.random.Generator) -> tuple[int, int]:
+    """Sides of a box in whole pixels: its area uniform in shares ``scale`` of ``size``, one side by the other log-uniform."""
+    area = size[0] * size[1] * rng.uniform(*scale)
+    drawn = math.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1])))
+    return round(math.sqrt(area * drawn)), round(math.sqrt(area / drawn))
 
 
 def _multi_scale(config: TransformConfig, display_size: Size, rng: np.random.Generator) -> Box:
@@ -137,9 +142,7 @@ def _erasing(config: ErasingConfig, size: Size, rng: np.random.Generator) -> Box
     """A box of RandomErasing: area uniform, ratio (height / width) log-uniform, smaller than the output on both sides."""
     height, width = size
     for _ in range(_TRIES):
-        area = height * width * rng.uniform(*config.scale)
-        ratio = math.exp(rng.uniform(math.log(config.ratio[0]), math.log(config.ratio[1])))
-        h, w = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        h, w = _sides(size, config.scale, config.ratio, rng)
         if h < height and w < width:
             return int(rng.integers(height - h + 1)), int(rng.integers(width - w + 1)), h, w
     return None

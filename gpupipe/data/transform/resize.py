@@ -85,7 +85,7 @@ def serves(geometry: Geometry) -> bool:
     Not where it shrinks so much that the lines of a few outputs do not fit into a block's memory.
     """
     filters = {geometry.rows.filter, geometry.columns.filter}
-    return filters == {"bilinear"} and geometry.shrinks and _layout([geometry]) is not None
+    return filters == {"bilinear"} and geometry.shrinks and _fits(_cut([geometry], _STRIPS[-1], _ROWS[-1]))
 
 
 def transform(clips: Sequence[Clip]) -> None:
@@ -143,23 +143,28 @@ def _layout_of(clips: Sequence[Clip]) -> _Layout | None:
 
 def _layout(geometries: Sequence[Geometry]) -> _Layout | None:
     """The largest blocks whose tables fit; None where not even the smallest do."""
+    cuts = (_cut(geometries, strip, height) for strip in _STRIPS for height in _ROWS)
+    return next(filter(_fits, cuts), None)
+
+
+def _fits(layout: _Layout) -> bool:
+    return layout.shared_bytes <= SHARED_BYTES
+
+
+def _cut(geometries: Sequence[Geometry], strip: int, height: int) -> _Layout:
+    """Blocks of so many output columns, where there are so many, and rows."""
     rows, columns = [g.rows for g in geometries], [g.columns for g in geometries]
-    widest = max(axis.outputs for axis in columns)
-    for strip in _STRIPS:
-        spans = [_span(axis, min(strip, widest)) for axis in columns]
-        for height in _ROWS:
-            layout = _Layout(
-                rows=height,
-                columns=min(strip, widest),
-                span=max(luma for luma, _ in spans),
-                chroma_span=max(chroma for _, chroma in spans),
-                row_taps=max(axis.max_taps() for axis in rows),
-                row_chroma_taps=max(axis.max_chroma_taps() for axis in rows),
-                column_chroma_taps=max(axis.max_chroma_taps() for axis in columns),
-            )
-            if layout.shared_bytes <= SHARED_BYTES:
-                return layout
-    return None
+    strip = min(strip, max(axis.outputs for axis in columns))
+    spans = [_span(axis, strip) for axis in columns]
+    return _Layout(
+        rows=height,
+        columns=strip,
+        span=max(luma for luma, _ in spans),
+        chroma_span=max(chroma for _, chroma in spans),
+        row_taps=max(axis.max_taps() for axis in rows),
+        row_chroma_taps=max(axis.max_chroma_taps() for axis in rows),
+        column_chroma_taps=max(axis.max_chroma_taps() for axis in columns),
+    )
 
 
 def _span(axis: Axis, outputs: int) -> tuple[int, int]:

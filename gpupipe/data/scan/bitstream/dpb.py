@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 
-from gpupipe.data.scan.bitstream.nal import BitReader, unescape, units
+from gpupipe.data.scan.bitstream.nal import BitReader, unescape
+from gpupipe.data.scan.bitstream.sequence import sequences
 
-_SEQUENCE = {"h264": 7, "hevc": 33}
-"""NAL type of the sequence parameter set."""
 _MAX_FRAMES = 16
 _H264_MAX_DPB_MBS = {
     9: 396, 10: 396, 11: 900, 12: 2376, 13: 2376, 20: 2376, 21: 4752, 22: 8100, 30: 8100, 31: 18000, 32: 20480, 40: 32768,
@@ -35,19 +35,13 @@ def pictures_held(codec: str, sets: bytes) -> tuple[int, ...]:
         H.264 (clauses 7.3.2.1.1, E.1.1 and A.3.1): (reference frames, frames held). HEVC (clauses 7.3.2.2 and A.4.2): (pictures
         held, those that the level allows). The largest of each over all sequence parameter sets; empty where none can be read.
     """
-    if codec not in _SEQUENCE:
+    if codec not in ("h264", "hevc"):
         return ()
-    read = _h264 if codec == "h264" else _hevc
+    read, header_bytes = (_h264, 1) if codec == "h264" else (_hevc, 2)
     found = []
-    for start, end in units(sets, 0):
-        if start == end:
-            continue
-        kind = sets[start] & 31 if codec == "h264" else sets[start] >> 1 & 63
-        if kind == _SEQUENCE[codec]:
-            try:
-                found.append(read(BitReader(unescape(sets[start + (1 if codec == "h264" else 2) : end]))))
-            except ValueError:  # damaged
-                continue
+    for unit in sequences(codec, sets, 0):
+        with suppress(ValueError):  # damaged
+            found.append(read(BitReader(unescape(unit[header_bytes:]))))
     return tuple(max(values) for values in zip(*found, strict=True))
 
 

@@ -36,6 +36,8 @@ def sequences_of_extradata(codec: str, extradata: bytes) -> set[bytes]:
 def _sets(codec: str, packet: bytes, length_size: int) -> set[bytes]:
     found = set()
     for start, end in units(packet, length_size):
+        if start == end:
+            continue
         kind = packet[start] & 31 if codec == "h264" else packet[start] >> 1 & 63
         if kind == _PARAMETER_SETS[codec]:
             found.add(packet[start:end].rstrip(b"\x00"))
