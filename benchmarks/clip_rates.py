@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from common import RESULTS, Row, failed, summarise, write_results
+from common import RESULTS, Row, answers, failed, summarise, write_results
 from loader_cases import Case, Draw, case_of, check, draw, packets_needed
 from loader_subjects import Gpupipe, Maker, Session, engine_rate
 from make_media import make
@@ -151,14 +150,8 @@ def rows_of(subject: str, options: argparse.Namespace) -> list[Row]:
     rows = []
     limit = len(options.cases) * options.runs * (options.budget * 4 + 30) + 120
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "GPUPIPE_CACHE": cache}
-        try:
-            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=limit, check=False)
-            output, ending = run.stdout, f"the process ended with status {run.returncode}"
-        except subprocess.TimeoutExpired as late:
-            output = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
-            ending = f"not done after {limit:.0f} s"
-    found = {line["case"]: line for line in (json.loads(text[4:]) for text in output.splitlines() if text.startswith("ROW "))}
+        lines, ending = answers(command, "ROW ", limit, {**os.environ, "GPUPIPE_CACHE": cache})
+    found = {line["case"]: line for line in lines}
     for name in options.cases:
         line = found.get(name)
         if line is None or line["error"]:

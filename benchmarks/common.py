@@ -57,6 +57,22 @@ def failed(case: str, subject: str, metric: str, error: str, better: Better = "h
     return Row(case, subject, metric, better, None, None, None, 0, " ".join(error.split())[:300] or "unknown error")
 
 
+def answers(
+    command: list[str], mark: str, seconds: float, environment: dict[str, str] | None = None, *, quiet: bool = False
+) -> tuple[list[Any], str]:
+    """Runs a process that answers in lines of JSON behind ``mark``: (what it said, how it ended if that was too early)."""
+    told = subprocess.DEVNULL if quiet else None
+    try:
+        run = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=told, text=True, env=environment, timeout=seconds, check=False
+        )
+        output, ending = run.stdout, f"the process ended with status {run.returncode}"
+    except subprocess.TimeoutExpired as late:
+        output = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
+        ending = f"not done after {seconds:.0f} s"
+    return [json.loads(line[len(mark) :]) for line in output.splitlines() if line.startswith(mark)], ending
+
+
 def commit() -> str:
     """The commit that is measured: GPUPIPE_COMMIT (for copies without a repository), else git's, else ``unknown``.
 

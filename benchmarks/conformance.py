@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 import av
 import numpy as np
 import torch
-from common import RESULTS, Row, failed, summarise, write_results
+from common import RESULTS, Row, answers, failed, summarise, write_results
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -144,10 +143,9 @@ SUBJECTS: dict[str, tuple[Reader, str]] = {
 
 
 def read_all(subject: str, files: Sequence[str]) -> None:
-    """Runs in a process of its own: prints a line before each file and one after it."""
+    """Runs in a process of its own: prints a line after each file."""
     reader, device = SUBJECTS[subject]
     for path in files:
-        print("BEGIN", flush=True)
         truth, by = Truth(path), "cpu"
         try:
             wrong, by = reader(path, truth, device)
@@ -161,7 +159,7 @@ def rows_of(subject: str, files: dict[str, str]) -> list[Row]:
     left = dict(files)
     while left:
         command = [sys.executable, __file__, "--one-subject", subject, *left.values()]
-        done, ending = _answers(command, SECONDS * len(left))
+        done, ending = answers(command, "DONE ", SECONDS * len(left), quiet=True)
         for name, answer in zip(list(left), done, strict=False):
             path = left.pop(name)
             if answer["wrong"]:
@@ -172,19 +170,6 @@ def rows_of(subject: str, files: dict[str, str]) -> list[Row]:
             del left[name]
             rows.append(failed(name, subject, METRIC, ending))
     return rows
-
-
-def _answers(command: list[str], seconds: float) -> tuple[list[dict[str, str | None]], str]:
-    """(what was said of the first files, how the process ended)."""
-    try:
-        run = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=seconds, check=False
-        )
-        output, ending = run.stdout, f"the process ended with status {run.returncode}"
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
-        ending = f"not done after {seconds:.0f} s"
-    return [json.loads(line[5:]) for line in output.splitlines() if line.startswith("DONE ")], ending
 
 
 def _rows(subject: str, name: str, answer: dict[str, str | None]) -> list[Row]:
