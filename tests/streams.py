@@ -144,7 +144,12 @@ STREAMS: dict[str, Stream] = {
     ),
     "h264_changing_sets": Stream("libx264", change=_changing_sets, frames=80),
     "h264_two_configurations": Stream(
-        "libx264", ".flv", params="keyint=12", frames=2 * FRAMES, change=followed_by(lambda path: _CAVLC._encode(path))
+        "libx264",
+        ".flv",
+        params="keyint=12",
+        frames=2 * FRAMES,
+        nvdec=False,
+        change=followed_by(lambda path: _CAVLC._encode(path)),
     ),
     "h264_avi_reordered": Stream("libx264", ".avi", params="bframes=3:keyint=24"),
     "h264_one_time": Stream("libx264", ".mkv", params=_OPEN, change=one_time),

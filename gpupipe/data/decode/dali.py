@@ -151,6 +151,8 @@ class DaliDecoder:
             Stopped: when ``stop()`` turned true.
         """
         info = index.info
+        if index.set_changes:
+            raise Unsupported("its parameter sets change in mid-stream: DALI keeps to those of the file's header")
         layout = PlaneFormat(info.width, info.height, info.width // 2, info.height // 2)
         self._store.reserve(len(plan.frames), layout)
         planes = self._store.planes(len(plan.frames), layout)

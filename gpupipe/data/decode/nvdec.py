@@ -113,6 +113,9 @@ class NvdecDecoder:
                         self._run_by_time(session.decoder, packets, shown, target, stop)
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
+        except Stopped:  # an epoch that is broken off must not cost its sessions: the next one would wait for others
+            self._rewind(key)
+            raise
         except BaseException as error:
             self._drop(key)  # its parser may hold half a stream
             if isinstance(error, self._nvc.PyNvVCException | self._nvc.PyNvVCExceptionUnsupported):
@@ -228,6 +231,17 @@ class NvdecDecoder:
             session.size = size
         self._sessions.move_to_end(key)
         return session
+
+    def _rewind(self, key: tuple[Any, ...]) -> None:
+        """Makes a decoder that was left amid a run let go of its pictures, so that the next plan can have it."""
+        session = self._sessions.get(key)
+        if session is None:
+            return
+        try:
+            session.decoder.SetSeekPTS(_NEVER)
+            drop_contexts(len(session.decoder.Decode(self._end())))
+        except Exception:  # whatever is wrong with it, another one takes its place
+            self._drop(key)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
         """Lets a decoder go, once the copies from its surfaces have passed."""
