@@ -25,7 +25,7 @@ from gpupipe.data.scan.bitstream.nal import (
     unescape,
     units,
 )
-from gpupipe.data.scan.bitstream.reference import picture_of
+from gpupipe.data.scan.bitstream.reference import opening, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences
 from gpupipe.data.scan.bitstream.sets import ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
@@ -213,6 +213,27 @@ def test_a_picture_with_parameter_sets_or_a_reference_is_kept() -> None:
     assert picture_of("hevc", START_CODE + bytes([0 << 1, 8 | 1]), 0)[:3] == (0, False, False), "another layer than the base"
     assert picture_of("vp9", free, 0)[:3] == (0, False, False)
     assert picture_of("h264", b"", 4)[:3] == (0, False, False)
+
+
+@pytest.mark.parametrize("length_size", [0, 1, 2, 4])
+def test_the_opening_of_a_packet_ends_amid_its_first_slice(length_size: int) -> None:
+    units_before = [b"\x67" + bytes(9), b"\x06\x01\x02"]
+    long_slice, second = b"\x65" + bytes(range(1, 200)), b"\x65" + bytes(50)
+
+    def packed(*parts: bytes) -> bytes:
+        prefixes = (len(part).to_bytes(length_size, "big") if length_size else START_CODE for part in parts)
+        return b"".join(prefix + part for prefix, part in zip(prefixes, parts, strict=True))
+
+    packet = packed(*units_before, long_slice, second)
+    assert opening("h264", packet, length_size, 20) == packed(*units_before, long_slice[:20])
+    assert opening("h264", packet, length_size, 500).rstrip(b"\0") == packed(*units_before, long_slice)
+    assert opening("h264", packed(*units_before), length_size, 20) == packed(*units_before)
+    assert opening("vp9", packet, length_size, 20) == packet
+
+
+def test_the_opening_of_a_packet_with_wrong_lengths_is_the_packet() -> None:
+    packet = b"\0\0\1\0\x65" + bytes(20)
+    assert opening("h264", packet, 4, 8) == packet
 
 
 def test_ends_of_sequences_of_hevc_before_and_after_a_picture() -> None:

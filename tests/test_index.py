@@ -434,3 +434,15 @@ def test_a_new_configuration_that_cannot_be_taken_over_cuts_the_file_there(
         assert found.display is None or max(found.display) < FRAMES
         assert "configured anew" in found.faults[0]
         assert record(found)
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_facts_told_by_headers_are_those_of_the_decoded_frame(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if STREAMS[name].codec not in av.codecs_available:
+        pytest.skip(f"this PyAV has no encoder {STREAMS[name].codec}")
+    identity = Identity.of(str(STREAMS[name].make(tmp_path, name)))
+    told = scan(identity)
+    monkeypatch.setattr("gpupipe.data.scan.scan._without_picture", lambda *_: None)
+    assert told == scan(identity)

@@ -14,6 +14,9 @@ from gpupipe.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+_PLAIN_SHARED_BYTES = 48 * 1024
+"""Dynamic shared memory that any kernel may have without asking."""
+
 _compiling = threading.Lock()
 _kernels: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
 
@@ -86,10 +89,17 @@ def launch(function: Any, grid: tuple[int, ...], block: tuple[int, ...], args: S
 
     cupy = load("cupy")
     stream = torch.cuda.current_stream()
-    if shared_bytes > 48 * 1024:
-        function.max_dynamic_shared_size_bytes = shared_bytes
+    if shared_bytes > _PLAIN_SHARED_BYTES:
+        _allow(function, shared_bytes)
     with cupy.cuda.Device(stream.device_index), _cupy_stream(stream.cuda_stream, stream.device_index):
         function(grid, block, tuple(args), shared_mem=shared_bytes)
+
+
+def _allow(function: Any, shared_bytes: int) -> None:
+    """Lets a kernel have so much dynamic shared memory. Never less than before: another thread may be about to launch it."""
+    with _compiling:
+        if function.max_dynamic_shared_size_bytes < shared_bytes:
+            function.max_dynamic_shared_size_bytes = shared_bytes
 
 
 @functools.lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,23 @@ def test_rgb_is_the_cpus(chroma: str, bits: int, nv: bool, rotation: int) -> Non
     difference = (on_cpu.int() - on_gpu.int()).abs()
     assert int(difference.max()) <= 1
     assert float((difference > 0).float().mean()) < 1e-3
+
+
+def test_threads_that_need_different_shared_memory_do_not_disturb_each_other() -> None:
+    """A launch asks for what its crop needs; a thread with a smaller crop must not take that back before the other's launch."""
+    transform = ClipTransform(TransformConfig(size=(64, 64), dtype="float32"), 1)
+    info = make_info(1920, 1080)
+
+    def work(width: int) -> None:
+        planes = _on_gpu(make_planes(make_format(1920, 1080, nv=True), 1))
+        params = TransformParams(crop=(0.0, 0.0, 1080.0, float(width)), bounds=(0, 0, 1080, width))
+        out = torch.empty(transform.clip_shape, device="cuda")
+        for _ in range(300):
+            transform.apply(planes, info, params, [0], out)
+        torch.cuda.synchronize()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, [1920, 700, 1500, 900, 1920, 1200, 800, 1700]))
 
 
 def test_runs_on_the_current_stream() -> None:

@@ -18,8 +18,8 @@ from gpupipe.errors import GpupipeError
 
 _AHEAD = 256
 """Videos indexed before the one whose turn it is, at most."""
-_BEGIN_SECONDS = 0.04
-"""How long the first videos are indexed in this process: the others take two to four times as long to get ready."""
+_BEGIN_SECONDS = 0.1
+"""How long the first videos are indexed in this process: about what the others take to get ready."""
 _PATIENCE_SECONDS = 20.0
 """How long a decode thread waits for an index before it makes it itself: a process may never get ready."""
 

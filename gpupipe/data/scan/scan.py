@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.scan.bitstream.nal import nal_length_size, parameter_sets
-from gpupipe.data.scan.bitstream.reference import Picture, picture_of
+from gpupipe.data.scan.bitstream.reference import Picture, opening, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
 from gpupipe.data.scan.bitstream.sets import HEADERS, ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
@@ -46,6 +46,8 @@ _TELLING = (*_CONFIGURED, *HEADERS, "vp8", "vp9", "av1")
 """Codecs whose pictures say what they are, so that keyframe flags are not just believed."""
 _PROBED = 120
 """Packets that are decoded to see whether their order is that of showing."""
+_HEADER_BYTES = 512
+"""A slice's header is shorter."""
 _WINDOW_BYTES = 4 << 20
 _scanning = threading.Semaphore(2)
 """Scans in one process at a time: a demux gives up the interpreter lock at each packet, so that many side by side spend their
@@ -162,6 +164,7 @@ def _turn(stop: Stop, begun: Callable[[], object]) -> Iterator[None]:
 def _scan(identity: Identity, container: InputContainer, stream: VideoStream, stop: Stop) -> Scan:
     context: Any = stream.codec_context
     context.thread_count = 1  # one frame is decoded here: starting a thread a core costs more
+    context.options = {"ec": "0"}  # and nobody looks at it: what it lacks need not be made up
     codec = context.codec.canonical_name
     extradata = bytes(context.extradata or b"")
     length_size = nal_length_size(codec, extradata)
@@ -203,8 +206,10 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.unreferenced.append(picture.unreferenced)
             if packet.is_keyframe or codec == "vp9":  # VP9 may change its size at any frame
                 kinds |= sequences(codec, data, length_size)
+            if first is None and len(rows.size) == 1:
+                first = _without_picture(context, codec, data, length_size) or _alone(context, packet)
             if first is None:
-                first = (len(rows.size) == 1 and _alone(context, packet)) or next(iter(decoded(context, packet)), None)
+                first = next(iter(decoded(context, packet)), None)
     path = identity.path
     if not rows.size:
         raise OpenError(f"{path} holds no video packets", fix="leave it out of the list", path=path)
@@ -312,6 +317,17 @@ class _LeadingPictures:
             self._anew, self._begun = False, True
         self._anew = self._anew or picture.ends
         return self._lost and kind in (8, 9)
+
+
+def _without_picture(context: Any, codec: str, data: bytes, length_size: int) -> Any:
+    """The frame of a packet of H.264 or HEVC as far as headers tell it, its pixels left out; or None.
+
+    Decoding the pixels would take as long as all else that a scan does.
+    """
+    import av
+
+    head = opening(codec, data, length_size, _HEADER_BYTES)
+    return _alone(context, av.Packet(head)) if len(head) < len(data) else None
 
 
 def _alone(context: Any, packet: Any) -> Any:

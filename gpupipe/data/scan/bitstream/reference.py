@@ -8,6 +8,7 @@ from gpupipe.data.scan.bitstream.nal import units
 from gpupipe.data.scan.bitstream.sets import is_parameter_set
 
 _H264_SLICES = range(1, 6)
+_HEVC_SLICES = range(32)
 _H264_HARMLESS = frozenset({6, 9, 12})
 """SEI, access unit delimiter, filler data."""
 _HEVC_HARMLESS = frozenset({35, 38, 39, 40})
@@ -62,7 +63,7 @@ def picture_of(codec: str, packet: bytes, length_size: int) -> Picture:
                     sets = sets or is_parameter_set(codec, packet[start])
             else:
                 kind = packet[start] >> 1 & 63
-                if kind < 32:
+                if kind in _HEVC_SLICES:
                     slices += 1
                     picture, ended, ends = kind, ended or ends, False
                     outer_layer = (packet[start] & 1) << 5 | packet[start + 1] >> 3
@@ -75,3 +76,26 @@ def picture_of(codec: str, packet: bytes, length_size: int) -> Picture:
     except (ValueError, IndexError):
         return Picture(layer, False, sets, picture, ended, ends)
     return Picture(layer, found and not lasting, sets, picture, ended, ends, slices == 0)
+
+
+def opening(codec: str, packet: bytes, length_size: int, slice_bytes: int) -> bytes:
+    """A packet of H.264 or HEVC up to the first ``slice_bytes`` of its first slice: what its headers say, without its picture.
+
+    Returns:
+        In the packet's own form; the packet itself for other codecs, where its lengths are wrong, and without slices.
+    """
+    if codec not in ("h264", "hevc"):
+        return packet
+    slices = _H264_SLICES if codec == "h264" else _HEVC_SLICES
+    try:
+        for start, end in units(packet, length_size):
+            kind = packet[start] & 31 if codec == "h264" else packet[start] >> 1 & 63
+            if kind in slices:
+                size = min(slice_bytes, end - start)
+                prefix = (
+                    packet[:start] if length_size == 0 else packet[: start - length_size] + size.to_bytes(length_size, "big")
+                )
+                return prefix + packet[start : start + size]
+    except (ValueError, IndexError, OverflowError):
+        pass
+    return packet
