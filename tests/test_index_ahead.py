@@ -27,6 +27,20 @@ def videos(clips: dict[str, Path], tmp_path: Path, fresh_cache: Path) -> list[st
     return [str(tmp_path / "1.mp4") if k == 1 else str(shutil.copy(clips["h264"], tmp_path / f"{k}.mp4")) for k in range(4)]
 
 
+def started(paths: list[str], workers: int, first: int = 0) -> IndexAhead:
+    ahead = IndexAhead(paths, workers, first)
+    ahead.start()
+    return ahead
+
+
+def ended(ahead: IndexAhead) -> None:
+    """Waits for the threads that were started."""
+    for thread in ahead.threads:
+        if thread.ident is not None:
+            thread.join(10)
+            assert not thread.is_alive()
+
+
 def test_a_process_makes_the_same_index_and_survives_a_bad_file(videos: list[str]) -> None:
     process = ScanProcess()
     assert process.start()
@@ -64,10 +78,8 @@ def test_ended_before_it_starts(videos: list[str]) -> None:
 
 
 def test_what_lies_ahead_is_indexed_and_bad_files_wait_for_their_turn(videos: list[str]) -> None:
-    ahead = IndexAhead([videos[0], videos[0], *videos[1:]], workers=2)
-    for thread in ahead.threads:
-        thread.join(30)
-        assert not thread.is_alive(), "the list is done"
+    ahead = started([videos[0], videos[0], *videos[1:]], workers=2)
+    ended(ahead)
     assert [index.known(path) for path in videos if path != videos[1]] == [True] * 3
     with pytest.raises(OpenError, match="cannot be opened"):
         index.load(videos[1])
@@ -87,7 +99,7 @@ def test_the_first_videos_are_indexed_here_and_told_of_together(
 
     monkeypatch.setattr("gpupipe.data.index.ahead.make", watched)
     monkeypatch.setattr("gpupipe.data.index.ahead._BEGIN_SECONDS", seconds)
-    ahead = IndexAhead(videos, workers=2, first=3)
+    ahead = started(videos, workers=2, first=3)
     waiting = threading.Thread(target=ahead.wait_for, args=(videos[0],))
     waiting.start()
     waiting.join(0.1)
@@ -97,29 +109,46 @@ def test_the_first_videos_are_indexed_here_and_told_of_together(
         ahead.wait_for(path)
         assert path == videos[1] or index.in_memory(path)
     assert made == (videos[:3] if seconds else [])
-    for thread in (waiting, *ahead.threads):
-        thread.join(10)
-        assert not thread.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    ended(ahead)
+
+
+def test_no_process_is_started_while_all_indices_are_there(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [videos[0], *videos[2:]]
+    ended(started(good, workers=2))
+    index._indices.clear()  # a later process
+    monkeypatch.setattr(ScanProcess, "start", lambda *_: pytest.fail("a process was started"))
+    ahead = started(good, workers=2, first=2)
+    ended(ahead)
+    assert [thread.ident is None for thread in ahead.threads] == [False, True]
+    assert all(index.in_memory(path) for path in good)
+
+
+def test_new_videos_behind_known_ones_are_made_by_processes(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    index.load(videos[0])
+    monkeypatch.setattr("gpupipe.data.index.ahead.make", lambda *_, **__: pytest.fail("it was made here"))
+    ahead = started([videos[0], videos[2], videos[3]], workers=2, first=1)
+    for path in videos[2:]:
+        ahead.wait_for(path)
+        assert index.in_memory(path)
+    ended(ahead)
 
 
 def test_collection_while_room_is_made_does_not_lock_up() -> None:
     """Garbage collection may abandon the work in a thread that holds the lock of advance()."""
-    ahead = IndexAhead([], workers=1)
+    ahead = started([], workers=1)
     with ahead._changed:
         ahead.abandon()
-    for thread in ahead.threads:
-        thread.join(5)
-        assert not thread.is_alive()
+    ended(ahead)
 
 
 def test_abandoning_ends_threads_and_processes_at_once(videos: list[str]) -> None:
-    ahead = IndexAhead(videos, workers=2)
+    ahead = started(videos, workers=2)
     time.sleep(0.02)
     begin = time.monotonic()
     ahead.abandon()
-    for thread in ahead.threads:
-        thread.join(5)
-        assert not thread.is_alive()
+    ended(ahead)
     assert time.monotonic() - begin < 2
 
 
@@ -127,36 +156,33 @@ def test_a_process_tells_why_a_record_was_not_stored(
     videos: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("GPUPIPE_CACHE", str(tmp_path / "1.mp4" / "below"))
-    ahead = IndexAhead(videos, workers=1)
+    ahead = started(videos, workers=1)
     for path in videos:
         ahead.wait_for(path)
     assert "indices are not kept" in caplog.text
     assert index._remembered(Identity.of(videos[0])) is not None
     ahead.abandon()
-    for thread in ahead.threads:
-        thread.join(5)
+    ended(ahead)
 
 
 def test_waiting_ends_when_an_index_is_there_or_nobody_makes_it(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = IndexAhead(videos, workers=2)
+    ahead = started(videos, workers=2)
     for path in videos:
         ahead.wait_for(path)
         assert path == videos[1] or index._remembered(Identity.of(path)) is not None
     ahead.wait_for("/not/of/this/list.mp4")
-    for thread in ahead.threads:
-        thread.join(5)
-    IndexAhead(videos, workers=0).wait_for(videos[0])
+    ended(ahead)
+    started(videos, workers=0).wait_for(videos[0])
 
 
 def test_waiting_ends_when_the_processes_cannot_be_had(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpupipe.data.child.sys.executable", "/no/such/python")
-    ahead = IndexAhead(videos, workers=2)
+    ahead = started(videos, workers=2)
     for path in videos:
         ahead.wait_for(path)
     assert index.load(videos[0]).info.frames == 60, "made here instead"
     ahead.abandon()
-    for thread in ahead.threads:
-        thread.join(5)
+    ended(ahead)
 
 
 def test_a_worker_whose_process_died_leaves_the_rest_to_the_others(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,24 +195,21 @@ def test_a_worker_whose_process_died_leaves_the_rest_to_the_others(videos: list[
         raise OpenError("it died", path=identity.path)
 
     monkeypatch.setattr(ScanProcess, "make", dying)
-    ahead = IndexAhead(videos, workers=1)
+    ahead = started(videos, workers=1)
     for path in videos:
         ahead.wait_for(path)
     assert taken == videos[:1]
-    for thread in ahead.threads:
-        thread.join(5)
-        assert not thread.is_alive()
+    ended(ahead)
 
 
 def test_what_lies_far_ahead_is_not_waited_for(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A substitute for a bad file may come from anywhere in the list."""
     monkeypatch.setattr("gpupipe.data.index.ahead._AHEAD", 1)
-    ahead = IndexAhead(videos, workers=1)
+    ahead = started(videos, workers=1)
     ahead.wait_for(videos[3])
     assert index._remembered(Identity.of(videos[3])) is None
     ahead.abandon()
-    for thread in ahead.threads:
-        thread.join(5)
+    ended(ahead)
 
 
 def test_a_process_does_not_import_what_lies_in_the_working_directory(
@@ -202,12 +225,11 @@ def test_a_process_does_not_import_what_lies_in_the_working_directory(
 
 def test_a_process_that_is_ended_leaves_no_part_of_a_file(videos: list[str], fresh_cache: Path) -> None:
     for round_number in range(12):
-        ahead = IndexAhead(videos, workers=2)
+        ahead = started(videos, workers=2)
         ahead.wait_for(videos[0])
         time.sleep(0.001 * round_number)
         ahead.abandon()
-        for thread in ahead.threads:
-            thread.join(5)
+        ended(ahead)
         assert not list(fresh_cache.rglob("*.part"))
         for file in fresh_cache.rglob("*.gpx"):
             file.unlink()
@@ -218,15 +240,14 @@ def test_a_process_that_never_gets_ready_is_not_waited_for(videos: list[str], mo
     monkeypatch.setattr("gpupipe.data.index.ahead._PATIENCE_SECONDS", 0.2)
     waiting = threading.Event()
     monkeypatch.setattr(ScanProcess, "start", lambda *_: waiting.wait(20) and False)
-    ahead = IndexAhead(videos, workers=1)
+    ahead = started(videos, workers=1)
     begin = time.monotonic()
     ahead.wait_for(videos[0])
     assert time.monotonic() - begin < 10
     assert index.load(videos[0]).info.frames == 60
     waiting.set()
     ahead.abandon()
-    for thread in ahead.threads:
-        thread.join(5)
+    ended(ahead)
 
 
 def test_a_whole_set_is_indexed_without_processes_too(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,6 +198,7 @@ class Pipeline:
         _running.add(self)
         try:
             self._read_ahead.start()
+            self._ahead.start()
             self._crew.start()
         except BaseException:  # no room for one more, or Ctrl-C: those that run would use the engines beside the next epoch's
             self.stop()

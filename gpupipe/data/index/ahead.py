@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -27,8 +27,9 @@ _PATIENCE_SECONDS = 20.0
 class IndexAhead:
     """Loads the indices of videos in the order in which they will be decoded; new ones are made by processes.
 
-    A video that cannot be indexed is left for its turn, when the error finds its place. The first few are indexed in this
-    process while the others get ready, and told of together: as soon as decode threads are busy, a demux would starve here.
+    A video that cannot be indexed is left for its turn, when the error finds its place. No process is started as long as all
+    indices are there. The first few new ones are indexed in this process while the others get ready, and told of together: as
+    soon as decode threads are busy, a demux would starve here.
 
     Args:
         paths: videos in decoding order.
@@ -43,23 +44,23 @@ class IndexAhead:
         self._changed = threading.Condition()
         self._room = _AHEAD
         self._first = min(first, len(self._paths)) if "av" in sys.modules else 0
-        self._next_place = self._first
+        self._next_place = 0
         self._left: deque[int] = deque()
         """Places before the next one that are still to be done."""
         self._done: set[int] = set()
-        self._working = workers
+        self._working = min(workers, 1)
         self._stopping = False
         self._processes = [ScanProcess() for _ in range(workers)]
         self.threads = [
             threading.Thread(target=self._work, args=(process, number == 0), name=f"gpupipe-index-{number}", daemon=True)
             for number, process in enumerate(self._processes)
         ]
-        try:
-            for thread in self.threads:
-                thread.start()
-        except BaseException:
-            self.abandon()
-            raise
+        """Of which all but the first are started when there is work for them."""
+
+    def start(self) -> None:
+        """Begins."""
+        for thread in self.threads[:1]:
+            thread.start()
 
     def advance(self) -> None:
         """Says that one more clip's turn has come."""
@@ -96,25 +97,58 @@ class IndexAhead:
             self._next_place += 1
             return self._next_place - 1
 
-    def _begin(self) -> None:
-        """Indexes the first videos here, for as long as is worth it."""
+    def _pass_known(self) -> int | None:
+        """Goes through the videos whose indices are there already; the place of the first one that is new, or None."""
+        while (place := self._next()) is not None:
+            with suppress(GpupipeError):
+                if indices.known(self._paths[place]):
+                    self._tell([place])
+                    continue
+            return place
+        return None
+
+    def _begin(self, place: int) -> None:
+        """Starts the other threads; meanwhile indexes the first videos here, from ``place`` on, for as long as is worth it."""
+        first = range(place, self._first)
+        with self._changed:
+            self._next_place = max(self._next_place, self._first)
+            self._left.extend([] if first else [place])
+        for thread in self.threads[1:]:
+            with self._changed:
+                if self._stopping:
+                    break
+                self._working += 1
+            try:
+                thread.start()
+            except RuntimeError:  # no room for one more: the others do
+                with self._changed:
+                    self._working -= 1
+                break
         until = time.monotonic() + _BEGIN_SECONDS
-        done = 0
+        done = place
         try:
-            while done < self._first and not self._stopping and time.monotonic() < until:
+            while done < first.stop and not self._stopping and time.monotonic() < until:
                 with suppress(GpupipeError, Stopped):
                     indices.load(self._paths[done], partial(make, stop=lambda: self._stopping))
                 done += 1
         finally:
             with self._changed:
-                self._done.update(range(done))
-                self._left.extend(range(done, self._first))
-                self._changed.notify_all()
+                self._left.extend(range(done, first.stop))
+            self._tell(range(place, done))
+
+    def _tell(self, places: Iterable[int]) -> None:
+        """Says that videos are done, as far as can be ahead of their turn."""
+        with self._changed:
+            self._done.update(places)
+            self._changed.notify_all()
 
     def _work(self, process: ScanProcess, is_first: bool) -> None:
         try:
             if is_first:
-                self._begin()
+                place = self._pass_known()
+                if place is None:
+                    return
+                self._begin(place)
             while not process.ended and (place := self._next()) is not None:
                 try:
                     with suppress(GpupipeError, Stopped):
@@ -122,9 +156,7 @@ class IndexAhead:
                         if not indices.known(path) and process.start(lambda: self._stopping):
                             indices.load(path, process.make)
                 finally:
-                    with self._changed:
-                        self._done.add(place)
-                        self._changed.notify_all()
+                    self._tell([place])
         finally:
             with self._changed:
                 self._working -= 1
