@@ -215,6 +215,7 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
     ("script", "options"),
     [
         ("bench_transform", ["--quick"]),
+        ("bench_beside", ["--quick"]),
         (
             "conformance",
             [
