@@ -37,6 +37,19 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
+def test_every_setting_is_explained() -> None:
+    """docs/configuration.md is made of the fields' own words: each has some, and its row in the tables."""
+    spec = importlib.util.spec_from_file_location("fields", ROOT / "docs" / "fields.py")
+    assert spec is not None
+    assert spec.loader is not None
+    fields = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fields)
+    rows = [line for line in fields.tables().splitlines() if line.startswith("| `")]
+    assert len(rows) > 80
+    assert [row for row in rows if row.endswith("|  |")] == []
+    assert all(":class:" not in row for row in rows)
+
+
 def test_the_map_of_the_rooms_is_complete() -> None:
     """gpupipe/README.md names every module and folder of the package, and none that is not there."""
     text = (ROOT / "gpupipe" / "README.md").read_text(encoding="utf-8")

@@ -52,7 +52,9 @@ class SourceConfig(StageConfig):
         ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
         ".ogv",
     )  # fmt: skip
+    """Endings of the names of files that count as videos in a folder, in lower or upper case."""
     recursive: bool = True
+    """Look into the folders inside a folder too."""
     label_from: Literal["column", "folder"] = "column"
     """``folder``: the label is the position of the video's parent folder's name among ``classes``."""
     classes: tuple[str, ...] = ()
@@ -173,18 +175,25 @@ class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
     source: SourceConfig = SourceConfig()
+    """Which files are videos, and where labels come from."""
     clip: ClipConfig = ClipConfig()
+    """Which frames make a clip."""
     transform: TransformConfig = TransformConfig()
-    """The name of a preset stands for ``{"preset": name}``."""
+    """From decoded frames to a finished clip; the name of a preset stands for ``{"preset": name}``."""
     batch: BatchConfig = BatchConfig()
-    """One number means batches of that size."""
+    """What a batch holds; one number means batches of that size."""
     decode: DecodeConfig = DecodeConfig()
+    """Who decodes, and how long it may take."""
     jitter: JitterConfig = JitterConfig()
+    """How many batches are prepared ahead."""
     cache: CacheConfig = CacheConfig()
+    """What is kept and fetched ahead of need."""
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
     seed: Annotated[int, Field(ge=0)] = 0
+    """With the epoch and a sample's number it fixes the order and every random choice."""
     shuffle: bool = True
+    """A new order each epoch; False: that of the list."""
     columns: tuple[str, ...] = ()
     """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"

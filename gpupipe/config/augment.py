@@ -70,11 +70,13 @@ class AutoAugmentConfig(StageConfig):
     the changes of colour, whatever the order in which they were drawn."""
 
     policy: Literal["randaugment", "trivialaugment"] = "randaugment"
+    """How operations and their strength are drawn."""
     num_ops: Annotated[int, Field(ge=0, le=16)] = 2
     """Operations on a clip, for ``randaugment``; ``trivialaugment`` always takes one."""
     magnitude: Annotated[int, Field(ge=0)] = 9
     """Strength, 0 to ``num_magnitude_bins`` - 1, for ``randaugment``; ``trivialaugment`` draws it."""
     num_magnitude_bins: Annotated[int, Field(ge=2, le=1000)] = 31
+    """Strengths that there are, from none to the table's greatest."""
 
     @model_validator(mode="after")
     def _magnitude_is_a_bin(self) -> Self:

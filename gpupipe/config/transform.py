@@ -88,7 +88,9 @@ class TransformConfig(StageConfig):
     mix: MixConfig | None = None
     """MixUp, CutMix and label smoothing on the finished batch."""
     dtype: Literal["bfloat16", "float16", "float32", "uint8"] = "bfloat16"
+    """Of ``batch["video"]``; ``uint8`` is RGB in 0 … 255, not normalised."""
     layout: Literal["NCTHW", "NTCHW"] = "NCTHW"
+    """Order of the axes: batch, channel, time, height, width."""
     memory_format: Literal["contiguous_format", "channels_last_3d"] = "contiguous_format"
     """``channels_last_3d``: ``NCTHW`` with the channels side by side in memory, as cuDNN's convolutions like it."""
     untagged_matrix: Literal["auto", "bt601", "bt709"] = "auto"
