@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import gpupipe
-
-sys.path.insert(0, str(Path(__file__).parent))
-from fields import tables
 
 project = "gpupipe"
 author = "The gpupipe authors"
@@ -57,13 +52,6 @@ def short_signature(
     return None
 
 
-def put_in_fields(app: Any, page: str, source: list[str]) -> None:
-    """Puts the tables of all fields in their place."""
-    if page == "configuration":
-        source[0] = source[0].replace("<!-- fields -->", tables())
-
-
 def setup(app: Any) -> None:
-    app.connect("source-read", put_in_fields)
     app.connect("autodoc-process-docstring", keep_colons, priority=400)
     app.connect("autodoc-process-signature", short_signature)

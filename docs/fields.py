@@ -1,9 +1,10 @@
-"""Tables of every field of the configuration, out of the models themselves: what ``docs/configuration.md`` shows."""
+"""Writes the tables of every field into docs/configuration.md, out of the models themselves: ``python docs/fields.py``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
@@ -11,11 +12,19 @@ from pydantic_core import PydanticUndefined
 
 from gpupipe.config import LoaderConfig
 
+PAGE = Path(__file__).parent / "configuration.md"
+MARK = "<!-- fields -->"
 _BOUNDS = (("minimum", "≥ {}"), ("exclusiveMinimum", "> {}"), ("maximum", "≤ {}"), ("exclusiveMaximum", "< {}"))
 _ROLE = re.compile(r":\w+:`([^`]*)`")
 """A cross-reference of reStructuredText."""
 _LONGEST = 48
 """Characters of a default that is shown whole."""
+
+
+def page() -> str:
+    """The whole page: what people wrote, and behind the mark the tables."""
+    text, mark, _ = PAGE.read_text(encoding="utf-8").partition(MARK)
+    return f"{text}{mark}\n\n{tables()}"
 
 
 def tables() -> str:
@@ -82,3 +91,7 @@ def _values(schema: dict[str, Any], known: dict[str, Any]) -> str:
         return "mapping"
     bounds = [form.format(schema[name]) for name, form in _BOUNDS if name in schema]
     return " ".join([kind, ", ".join(bounds)]).strip()
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

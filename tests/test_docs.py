@@ -44,6 +44,7 @@ def test_every_setting_is_explained() -> None:
     assert spec.loader is not None
     fields = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fields)
+    assert fields.page() == fields.PAGE.read_text(encoding="utf-8"), "run python docs/fields.py"
     rows = [line for line in fields.tables().splitlines() if line.startswith("| `")]
     assert len(rows) > 80
     assert [row for row in rows if row.endswith("|  |")] == []
