@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from gpupipe.data.decode import Decoder, Schedule
+from gpupipe.data.decode import Decoder, Helping, Schedule
 from gpupipe.data.jitter import Closed
 
 
@@ -27,8 +27,8 @@ def tasks(clips: list[Clip]) -> Generator[Clip | None]:
     yield from clips
 
 
-def schedule(clips: list[Clip], *, hardware: int = 1, helping: bool = False, window: int = 32) -> Schedule[Clip, Clip]:
-    return Schedule(tasks(clips), lambda clip: clip, hardware=hardware, helping=helping, window=window)
+def schedule(clips: list[Clip], *, hardware: int = 1, helping: Helping | None = None) -> Schedule[Clip, Clip]:
+    return Schedule(tasks(clips), lambda clip: clip, hardware=hardware, helping=helping, window=32)
 
 
 def drain(one: Schedule[Clip, Clip], decoder: Decoder, seconds: float = 0.0) -> list[int]:
@@ -37,15 +37,6 @@ def drain(one: Schedule[Clip, Clip], decoder: Decoder, seconds: float = 0.0) -> 
         taken.append(clip.number)
         one.done(clip, decoder, seconds)
     return taken
-
-
-def set_pace(one: Schedule[Clip, Clip]) -> None:
-    """Three clips by the hardware, a hundredth of a second apart."""
-    for _ in range(3):
-        clip = one.take("nvdec")
-        assert clip is not None
-        time.sleep(0.01)
-        one.done(clip, "nvdec", 0.01)
 
 
 def test_clips_come_in_order_to_one_engine() -> None:
@@ -82,26 +73,10 @@ def test_the_end_waits_for_what_may_still_be_passed_on() -> None:
     assert one.take("nvdec") is None
 
 
-def test_helpers_wait_until_the_hardwares_pace_is_known_and_try_a_kind_once() -> None:
-    one = schedule([Clip(k) for k in range(40)], helping=True, window=10)
-    set_pace(one)
-    trial = one.take("cpu")
-    assert trial == Clip(3), "untried"
-    assert trial is not None
-    one.done(trial, "cpu", 10.0)  # far slower than the hardware works through half the window
-    got: list[Clip | None] = []
-    thread = threading.Thread(target=lambda: got.append(one.take("cpu")), daemon=True)
-    thread.start()
-    time.sleep(0.05)
-    assert not got
-    assert drain(one, "nvdec") == list(range(4, 40)), "what the helper looked at is not lost"
-    thread.join(5)
-    assert got == [None]
-
-
 def test_clips_that_need_no_decoding_are_for_all_and_teach_nothing() -> None:
     clips = [Clip(0, "cpu", decoded=True), Clip(1, "cpu"), Clip(2, decoded=True)]
-    one = schedule(clips)
+    helping = Helping(1)
+    one = schedule(clips, helping=helping)
     kept = one.take("nvdec")
     assert kept is not None
     assert kept.number == 0, "whatever its decoder"
@@ -111,25 +86,7 @@ def test_clips_that_need_no_decoding_are_for_all_and_teach_nothing() -> None:
     for clip, decoder in zip(software, ("nvdec", "cpu"), strict=True):
         assert clip is not None
         one.done(clip, decoder, 1.0)  # type: ignore[arg-type]
-    assert one._seconds_a_unit == {"h264": 1.0}, "of the one that was decoded"
-    assert one._pace is None
-
-
-def test_the_pace_is_measured_between_decodes_alone() -> None:
-    numbers = iter(range(100))
-    one = schedule([Clip(next(numbers), decoded=k % 2 == 1) for k in range(20)])
-    assert len(drain(one, "nvdec", 0.001)) == 20
-    assert one._pace is None, "no two decodes followed each other"
-
-
-def test_fast_helpers_go_on_helping() -> None:
-    one = schedule([Clip(k) for k in range(40)], helping=True, window=32)
-    set_pace(one)
-    for _ in range(5):
-        clip = one.take("cpu")
-        assert clip is not None
-        one.done(clip, "cpu", 0.02)
-    assert drain(one, "nvdec") == list(range(8, 40))
+    assert helping.distance("h264", 3.0) == 2 * 3.0, "of the one that was decoded"
 
 
 def test_a_task_without_a_clip_and_an_error_in_preparing_do_not_hang_the_others() -> None:
@@ -138,7 +95,7 @@ def test_a_task_without_a_clip_and_an_error_in_preparing_do_not_hang_the_others(
             raise ValueError("no")
         return clip if clip.number != 1 else None
 
-    one: Schedule[Clip, Clip] = Schedule(tasks([Clip(k) for k in range(4)]), prepare, hardware=1, helping=False, window=4)
+    one: Schedule[Clip, Clip] = Schedule(tasks([Clip(k) for k in range(4)]), prepare, hardware=1, window=4)
     first = one.take("nvdec")
     assert first == Clip(0)
     with pytest.raises(ValueError, match="no"):
@@ -182,7 +139,7 @@ def test_it_may_be_closed_by_a_thread_that_holds_its_lock() -> None:
 def test_every_clip_is_taken_once_whatever_the_threads_do(seed: int) -> None:
     draw = random.Random(seed)
     clips = [Clip(k, draw.choice(["nvdec", "nvdec", "cpu"])) for k in range(300)]
-    one = schedule(clips, hardware=4, helping=seed % 2 == 0)
+    one = schedule(clips, hardware=4, helping=Helping(2) if seed % 2 == 0 else None)
     taken: list[int] = []
 
     def work(decoder: Decoder, own: random.Random) -> None:
@@ -214,7 +171,7 @@ def test_a_clip_that_comes_back_is_taken_while_there_is_no_room() -> None:
         while True:
             yield None
 
-    one: Schedule[Clip, Clip] = Schedule(full(), lambda clip: clip, hardware=1, helping=False, window=4)
+    one: Schedule[Clip, Clip] = Schedule(full(), lambda clip: clip, hardware=1, window=4)
     assert one.take("nvdec") == Clip(0)
     got: list[Clip | None] = []
     thread = threading.Thread(target=lambda: got.append(one.take("nvdec")))
@@ -236,7 +193,7 @@ def test_room_wakes_those_who_wait_for_it() -> None:
             yield None
         yield Clip(0)
 
-    one: Schedule[Clip, Clip] = Schedule(some(), lambda clip: clip, hardware=1, helping=False, window=4)
+    one: Schedule[Clip, Clip] = Schedule(some(), lambda clip: clip, hardware=1, window=4)
     got: list[Clip | None] = []
     thread = threading.Thread(target=lambda: got.append(one.take("nvdec")))
     thread.start()
@@ -255,7 +212,7 @@ def test_a_task_that_comes_back_as_the_others_end_is_not_lost() -> None:
         yield Clip(0)
         one.again(Clip(9))
 
-    one: Schedule[Clip, Clip] = Schedule(ending(), lambda clip: clip, hardware=1, helping=False, window=4)
+    one: Schedule[Clip, Clip] = Schedule(ending(), lambda clip: clip, hardware=1, window=4)
     assert one.take("nvdec") == Clip(0)
     assert one.take("nvdec") == Clip(9)
     one.done(Clip(9), "nvdec")
