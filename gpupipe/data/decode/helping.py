@@ -2,14 +2,15 @@
 
 In time: a helper gets a clip only when the hardware, at its rate of late, needs ``_MARGIN`` times as long to get there as the
 helper is expected to take. That is learnt in seconds a unit of cost for each kind of clip, while everything else runs too. A
-kind not yet tried is tried by one helper alone. One that turned out too slow is tried again after ``_FORGET`` clips: it may
-have been measured at a bad time.
+kind not yet tried is tried by one helper alone. One that turned out too slow is tried again ``_FORGET`` clips later, then
+ever more seldom: it may have been measured at a bad time.
 
-How many: none until the hardware's own rate is known. Then more, in ``_STEPS`` steps to all of them, after each window of
-clips in which hardware and helpers together were faster than the hardware alone. They are halved after two windows in a row
-that were not, or one that was much slower. When none are left, the pause until the next attempt doubles each time. Now and
-then all pause for a window, so that the hardware's own rate is known as it is now. A window opens when the last change has
-had its effect. Time in which the consumer is the slow one does not count.
+How many: none until the hardware's own rate is known, from a window of clips; then one. Their number doubles after each
+window in which hardware and helpers together were faster than the hardware alone, and halves after two windows in a row in
+which they were not, or one in which they were much slower; from where it was halved it grows by one. When none are left, all
+pause, each time ``_PATIENCE`` times as long. Now and then all pause for one window, so that the hardware's own rate is known
+as it is now. A window opens when the last change has had its effect. Time in which the consumer is the slow one does not
+count.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ _MARGIN = 2.0
 _MEMORY = 0.8
 """Weight of what has been learnt against the newest measurement of a clip."""
 _FORGET = 512
-"""Clips after which a kind that was too slow is tried again."""
+"""Clips after which a kind that was too slow is tried again, the first time."""
+_PATIENCE = 4
+"""How many times as long it takes after each trial in vain, of a kind or of the first helper."""
 _RECENT = 32
 """Clips from which the hardware's rate of late is taken."""
 _FEWEST = 8
@@ -33,9 +36,9 @@ _SETTLE = 16
 """Clips at least between a change and the window that judges it."""
 _WINDOW = 48
 """Clips in a window at least."""
-_STEPS = 4
-"""Steps from no helper to all."""
-_MUCH_SLOWER = 0.9
+_WORTH = 1.01
+"""What hardware and helpers must do together, against the hardware alone, for helpers to be of use."""
+_MUCH_SLOWER = 0.95
 """One window below this part of the hardware's own rate is enough to halve the helpers."""
 _LONGEST_PAUSE = 64
 """Windows without helpers at most before they get another chance."""
@@ -59,8 +62,8 @@ class Helping:
         self._hardware = 1
         self._held_up = 0.0
         self._seconds_a_unit: dict[str, float] = {}
-        self._tried_at: dict[str, int] = {}
-        """Clips done in all when a kind was last measured."""
+        self._tried: dict[str, tuple[int, int]] = {}
+        """For each kind: clips done in all when it was last measured, and after how many more it may be tried again."""
         self._total = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
         """Times at which the hardware finished its last clips, and their costs."""
@@ -75,8 +78,10 @@ class Helping:
         self._alone: float | None = None
         """Units of cost a second without helpers."""
         self._pause = self._pauses_left = 1
-        self._resume = 0
-        """Helpers after a pause; 0: those of the first step."""
+        self._resume = 1
+        """Helpers after a pause."""
+        self._safe = most
+        """Up to here their number doubles; from there on it grows by one."""
         self._slower = 0
         """Windows in a row that were no faster than the hardware alone."""
         self._check = self._check_in = _FIRST_CHECK
@@ -106,8 +111,10 @@ class Helping:
 
     def forget(self, kind: str) -> None:
         """Says that clips of a kind are out of reach; it is tried again when its measurement is old."""
-        if self._total - self._tried_at.get(kind, self._total) >= _FORGET:
-            self._seconds_a_unit.pop(kind, None)
+        since, patience = self._tried[kind]
+        if self._total - since >= patience:
+            self._tried[kind] = self._total, _PATIENCE * patience
+            del self._seconds_a_unit[kind]
 
     # What happens
 
@@ -127,7 +134,7 @@ class Helping:
         """A helper has decoded a clip of any sort in this time."""
         before = self._seconds_a_unit.get(kind)
         self._seconds_a_unit[kind] = _learnt(before, seconds / max(cost, 1e-9))
-        self._tried_at[kind] = self._total
+        self._tried[kind] = self._total, self._tried.get(kind, (0, _FORGET))[1]
         self._helper_seconds = _learnt(self._helper_seconds or None, seconds)
 
     def helped(self, cost: float) -> None:
@@ -181,34 +188,29 @@ class Helping:
         self._restart(settling=self.count != before)
 
     def _without_helpers(self, rate: float) -> None:
-        self._alone = rate if self._alone is None else (self._alone + rate) / 2
+        self._alone = _learnt(self._alone, rate)
         self._pauses_left -= 1
         if self._pauses_left <= 0:
-            self.count = self._resume or self._step
-            self._resume = self._slower = 0
+            self.count, self._resume, self._slower = self._resume, 1, 0
 
     def _with_helpers(self, rate: float) -> None:
         alone = self._alone or 0.0
-        if rate > alone:
+        if rate > _WORTH * alone:
             self._slower = 0
-            self._pause = max(1, self._pause // 2)
             self._check_in -= 1
             if self._check_in > 0:
-                self.count = min(self.most, self.count + self._step)
-                return
-            self._check = self._check_in = min(_LAST_CHECK, 2 * self._check)
-            self._resume, self.count, self._pauses_left = self.count, 0, 1
+                self.count = min(self.most, 2 * self.count if 2 * self.count <= self._safe else self.count + 1)
+            else:
+                self._check = self._check_in = min(_LAST_CHECK, 2 * self._check)
+                self._resume, self.count, self._pauses_left = self.count, 0, 1
+                self._pause = 1  # help has added for so long
             return
         self._slower += 1
         if self._slower > 1 or rate < _MUCH_SLOWER * alone:
             self._slower = 0
-            self.count //= 2
+            self._safe = self.count = self.count // 2
             if self.count == 0:
-                self._pause = self._pauses_left = min(_LONGEST_PAUSE, 2 * self._pause)
-
-    @property
-    def _step(self) -> int:
-        return max(1, round(self.most / _STEPS))
+                self._pause = self._pauses_left = min(_LONGEST_PAUSE, _PATIENCE * self._pause)
 
 
 def _learnt(before: float | None, now: float) -> float:
