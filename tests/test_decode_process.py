@@ -18,7 +18,7 @@ import torch
 from gpupipe import VideoLoader
 from gpupipe.data import index as indices
 from gpupipe.data import loader as loader_room
-from gpupipe.data.decode import Choice, DecodeEngine, DecodeProcess, Fallbacks, Unsupported, cpu
+from gpupipe.data.decode import Choice, DecodeEngine, DecodeProcess, Fallbacks, Unsupported, cpu, helping
 from gpupipe.data.plan import make_plan
 from gpupipe.data.stop import Stopped
 from gpupipe.errors import DecodeError, DeviceError, OpenError
@@ -197,6 +197,111 @@ def test_what_hardware_cannot_decode_goes_to_the_helpers(
     assert stats["by_cpu"] + stats["by_nvdec"] == stats["clips"] == 48
     assert stats["by_nvdec"] > 0
     assert not helpers()
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Helpers that are let in after a few clips and help wherever they can."""
+    values = {"_FEWEST": 2, "_SETTLE": 1, "_WINDOW": 4, "_MARGIN": 0.0, "_WORTH": 0.0, "_MUCH_SLOWER": 0.0}
+    for name, value in values.items():
+        monkeypatch.setattr(helping, name, value)
+
+
+AHEAD: dict[str, Any] = {**OPTIONS, "device": "cpu", "decode": {"cpu_workers": 2}, "jitter": {"depth": 2}}
+
+
+def test_helpers_work_ahead_and_change_no_bit(paths: list[Path], two_kinds: None, eager: None) -> None:
+    many = paths * 8
+    expected = batches(VideoLoader(many, device="cpu", **OPTIONS))
+    with VideoLoader(many, **AHEAD) as loader:
+        for _ in range(2):
+            loader.set_epoch(0)
+            found = list(loader)
+            assert all(torch.equal(batch.video, wanted) for batch, wanted in zip(found, expected, strict=True))
+            assert [batch.index for batch in found] == list(range(len(expected)))
+        helped = {Path(clip.path).name for batch in found for clip in batch.clips if clip.decoder == "cpu"}
+        assert helped & {"h264.mp4", "vp9.webm"}
+        assert loader._job.helping is not None
+        assert loader._job.helping.count == 2
+
+
+def test_what_helpers_cannot_do_is_the_hardwares(
+    paths: list[Path], two_kinds: None, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever becomes of a helper: which clips are in a batch must not depend on it."""
+    many = paths * 8
+    expected = batches(VideoLoader(many, device="cpu", **OPTIONS))
+    decode = DecodeProcess.decode
+
+    def dying(self: DecodeProcess, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+        if index.info.path.endswith(("h264.mp4", "vp9.webm")):
+            (child,) = [child for child in helpers() if self._child is not None and child.pid == self._child._process.pid]  # type: ignore[union-attr]
+            child.kill()
+        return decode(self, index, plan, stop)
+
+    monkeypatch.setattr(DecodeProcess, "decode", dying)
+    with VideoLoader(many, **AHEAD) as loader:
+        found = [batch.video for batch in loader]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert loader.stats()["helps_failed"] > 0
+        assert not loader.bad_files
+
+
+def test_a_helper_that_is_stuck_holds_up_no_batch(
+    paths: list[Path], two_kinds: None, eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = paths * 8
+    expected = batches(VideoLoader(many, device="cpu", **OPTIONS))
+    held, entered = threading.Event(), []
+    decode = DecodeProcess.decode
+
+    def stuck(self: DecodeProcess, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+        if index.info.path.endswith(("h264.mp4", "vp9.webm")) and len(entered) < 2:
+            entered.append(index.info.path)
+            held.wait(60)
+        return decode(self, index, plan, stop)
+
+    monkeypatch.setattr(DecodeProcess, "decode", stuck)
+    monkeypatch.setattr("gpupipe.data.pipeline._GRACE_SECONDS", 0.1)
+    options = {**AHEAD, "decode": {"cpu_workers": 2, "limit_seconds": 10.0}}
+    try:
+        with VideoLoader(many, **options) as loader:
+            found = [batch.video for batch in loader]
+            assert entered
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            assert loader.stats()["threads_given_up"] == len(entered)
+            assert not loader.bad_files
+    finally:
+        held.set()
+
+
+def test_processes_start_before_they_have_a_clip_and_as_few_as_help(paths: list[Path], two_kinds: None) -> None:
+    only = [path for path in paths if path.name in ("h264.mp4", "vp9.webm")]
+    with VideoLoader(only * 4, **AHEAD) as loader:
+        assert len(list(loader)) == 6
+        assert not helpers(), "in so short an epoch nobody helps"
+
+
+@pytest.mark.skipif(not hasattr(os, "setpriority"), reason="this system has no priorities")
+def test_processes_yield_to_the_users_own_work(clips: dict[str, Path]) -> None:
+    process = DecodeProcess(nice=10)
+    try:
+        process.get_ready()
+        (child,) = helpers()
+        assert process.ready
+        assert child.nice() == min(19, psutil.Process().nice() + 10)
+        assert os.getpgid(child.pid) != os.getpgid(0), "Ctrl-C is for this process alone"
+        assert os.getsid(child.pid) == os.getsid(0), "in a session of its own, priorities would mean nothing against others"
+        child.kill()
+        child.wait(5)
+        assert not process.ready
+        process.get_ready()
+        assert process.ready
+        index = indices.load(str(clips["h264"]))
+        plan = make_plan(index, [5])
+        assert same(process.decode(index, plan), cpu.decode(index, plan))
+    finally:
+        process.close()
 
 
 @pytest.mark.parametrize("policy", ["substitute", "skip", "raise"])

@@ -37,11 +37,13 @@ class Child:
     Args:
         module: one that calls :func:`serve` when it is run.
         shared: file descriptors that the process gets too, under the same numbers, which are its arguments.
+        nice: how much lower its priority is than this process's, 0 to 19; where the system has such.
     """
 
-    def __init__(self, module: str, shared: Sequence[int] = ()) -> None:
+    def __init__(self, module: str, shared: Sequence[int] = (), nice: int = 0) -> None:
         self._module = module
         self._shared = shared
+        self._nice = nice
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = self._ended = False
 
@@ -49,6 +51,11 @@ class Child:
     def ended(self) -> bool:
         """True once the process is no more, or is not to be."""
         return self._ended or (self._process is not None and self._process.poll() is not None)
+
+    @property
+    def ready(self) -> bool:
+        """True while it answers at once."""
+        return self._ready and not self.ended
 
     def start(self, stop: Stop = never) -> bool:
         """Starts the process and waits until it is ready; False when it ended instead. May be called again.
@@ -96,8 +103,12 @@ class Child:
                 stderr=subprocess.DEVNULL,  # FFmpeg's remarks on bad files, of which errors tell
                 env={**os.environ, "PYTHONPATH": search},
                 pass_fds=self._shared,
-                start_new_session=True,  # Ctrl-C is for the main process, which ends this one
+                # Ctrl-C is for the main process, which ends this one. A session of its own would see to that too, but Linux may
+                # give each session like shares of the cores (autogroups), whatever the priorities of its processes.
+                process_group=0,
             )
+            if self._nice:
+                _lower(self._process.pid, self._nice)
             if self._ended:
                 self._process.terminate()
         return self._process
@@ -123,6 +134,13 @@ class Child:
             self._process.kill()
             with suppress(BrokenPipeError), self._process:  # closes the pipes and waits; a request may be stuck in one
                 pass
+
+
+def _lower(process: int, nice: int) -> None:
+    """Lowers the priority of a process that has just begun: its further threads will have the same."""
+    if hasattr(os, "setpriority"):
+        with suppress(OSError):  # it is no more
+            os.setpriority(os.PRIO_PROCESS, process, min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice))
 
 
 def _leave(*_: object) -> None:

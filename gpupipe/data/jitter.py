@@ -22,9 +22,10 @@ class Closed(Exception):
 class JitterBuffer(Generic[Item]):
     """A bounded reorder buffer between many producers and one consumer.
 
-    A producer reserves the next sequence number before it starts on a batch, of which there is none while ``depth`` batches are
-    reserved and not yet taken; it puts the batch under that number when done. The consumer takes batches in the order of their
-    numbers, or with ``in_order`` False as they come: then a slow one holds up no other.
+    A producer reserves the next sequence number before it starts on a batch, of which there is none while ``depth`` batches
+    are reserved and not yet taken, unless it asks for one further ahead; it puts the batch under that number when done. The
+    consumer takes batches in the order of their numbers, or with ``in_order`` False as they come: then a slow one holds up no
+    other.
 
     Args:
         depth: batches in preparation or ready, at most.
@@ -56,12 +57,25 @@ class JitterBuffer(Generic[Item]):
 
     @property
     def in_flight(self) -> int:
-        """Batches that are reserved and not yet taken, ready ones included; never more than the depth."""
+        """Batches that are reserved and not yet taken, ready ones included; beyond the depth only where that was asked for."""
         with self._changed:
             return self._reserved - self._taken
 
-    def reserve(self) -> int | None:
+    @property
+    def taken(self) -> int:
+        """Batches that the consumer has taken. Takes no lock, for callers that hold one of their own."""
+        return self._taken
+
+    @property
+    def behind(self) -> bool:
+        """True while there is no batch for the consumer to take. Takes no lock, for callers that hold one of their own."""
+        return not (self._taken in self._ready if self._in_order else self._ready)
+
+    def reserve(self, further: int = 0) -> int | None:
         """The next sequence number, or None while there is no room for a batch. Does not wait.
+
+        Args:
+            further: batches beyond the depth that there is room for.
 
         Raises:
             Closed: when the buffer is closed.
@@ -69,7 +83,7 @@ class JitterBuffer(Generic[Item]):
         with self._changed:
             if self._closed:
                 raise Closed
-            if self._reserved - self._taken >= self._depth:
+            if self._reserved - self._taken >= self._depth + further:
                 self._full_since = self._full_since or time.perf_counter()
                 return None
             number = self._reserved

@@ -24,7 +24,7 @@ from gpupipe.config import (
     TransformConfig,
 )
 from gpupipe.data.cache import ClipCache
-from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks
+from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
@@ -42,6 +42,9 @@ from gpupipe.types import Batch, Entry
 
 _COUNTS = ("clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "cpu_clips", "nvdec_clips")
 """Counts that :meth:`VideoLoader.stats` has from the start."""
+
+_NICE = 10
+"""How much lower the priority of processes that decode beside NVDEC is: its threads and the user's loop win the cores."""
 
 
 class VideoLoader:
@@ -128,6 +131,7 @@ class VideoLoader:
             stream=stream,
             engines=engines,
             helpers=helpers,
+            helping=Helping(len(helpers)) if helpers and self.config.decode.cpu_workers else None,
             index_workers=_index_workers(self.device),
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
@@ -399,13 +403,14 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     """The engines, one a thread, and those that decode in software beside NVDEC.
 
     On the CPU one for each core. On CUDA half again as many as NVDEC has, so that while one thread waits for its last frames,
-    or has none yet, another keeps the hardware busy.
+    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` beside NVDEC leaves half a core to each of these
+    threads, and a quarter of all to the user: where a cgroup bounds the cores, one process too many holds up all threads.
     """
     decode = config.decode
     hardware = _hardware_threads(decode, device, telemetry)
     fallbacks = Fallbacks()
 
-    def engines(count: int, *, processes: bool = False) -> list[DecodeEngine]:
+    def engines(count: int, *, processes: bool = False, nice: int = 0) -> list[DecodeEngine]:
         return [
             DecodeEngine(
                 device,
@@ -413,7 +418,7 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
                 keep=decode.decoders_per_thread,
                 fallbacks=fallbacks,
                 telemetry=telemetry,
-                process=DecodeProcess() if processes else None,
+                process=DecodeProcess(nice) if processes else None,
             )
             for _ in range(count)
         ]
@@ -422,5 +427,8 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     workers = max(1, cores * 3 // 4) if decode.cpu_workers == "auto" else decode.cpu_workers
     if not hardware:
         return engines(workers or decode.threads or cores, processes=workers > 0), []
+    threads = decode.threads or hardware
+    if decode.cpu_workers == "auto":
+        workers = max(1, workers - (threads + 1) // 2)
     beside = 0 if decode.decoder in ("nvdec", "dali") else workers or max(1, min(4, cores // 4))
-    return engines(decode.threads or hardware), engines(beside, processes=True)
+    return engines(threads), engines(beside, processes=True, nice=_NICE)

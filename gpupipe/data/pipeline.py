@@ -6,7 +6,7 @@ import atexit
 import os
 import time
 import weakref
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,23 +18,22 @@ from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
 from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.crew import Crew, TakenAway, Worker
-from gpupipe.data.decode import Choice, DecodeEngine, Decoder, Schedule, Unsupported
+from gpupipe.data.decode import DecodeEngine, Decoder, Helping, Schedule, Unsupported
 from gpupipe.data.files import UNKEPT, OpenFiles
-from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
 from gpupipe.data.order import AUGMENT, Order, clip_generator
-from gpupipe.data.plan import Plan
 from gpupipe.data.prepare import Prepared, ReadAhead, prepare
 from gpupipe.data.scan.store import make
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
+from gpupipe.data.visit import Task, Visit, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry, FramePick, Planes
+from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry, Planes
 
 _BAD = (OpenError, DecodeError, SampleError)
 """Errors that are a sample's own."""
@@ -67,6 +66,8 @@ class Job:
     """One a thread: with NVDEC where the device has it."""
     helpers: list[DecodeEngine]
     """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
+    helping: Helping | None
+    """What is known of them as helpers; None: they do not help."""
     index_workers: int
     telemetry: Telemetry
     custom: Custom = NO_CUSTOM
@@ -79,7 +80,7 @@ class Job:
     folder: str = field(default_factory=os.getcwd)
     """Where relative paths start, whatever the working directory becomes."""
 
-    def entry_of(self, task: _Task) -> Entry:
+    def entry_of(self, task: Task) -> Entry:
         """The video that a task is about."""
         return self.entries[task.request.entry]
 
@@ -101,45 +102,6 @@ class Job:
         if self.clips is not None:
             self.clips.close()
         self.files.close()
-
-
-@dataclass(frozen=True, slots=True)
-class _Task:
-    number: int
-    assembly: Assembly
-    slots: range
-    request: ClipRequest
-
-
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """A task of which all is known but the pixels: the clips of one video, decoded in one pass."""
-
-    task: _Task
-    entry: Entry
-    index: VideoIndex
-    picks: list[FramePick]
-    plan: Plan
-    choice: Choice
-    kept: KeptClip | None = None
-    """Its planes, when they need not be decoded."""
-
-    @property
-    def decoded(self) -> bool:
-        return self.kept is not None
-
-    @property
-    def decoder(self) -> Decoder:
-        return self.choice.decoder
-
-    @property
-    def kind(self) -> str:
-        return f"{self.index.info.codec} {self.index.info.pix_fmt}"
-
-    @property
-    def cost(self) -> float:
-        """Pixels to decode."""
-        return self.plan.packets * self.index.info.width * self.index.info.height
 
 
 _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -169,14 +131,20 @@ class Pipeline:
         requests = [request for requests in groups[first_batch:] for request in requests]
         paths = [job.file_of(job.entries[request.entry]) for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
-        self._schedule: Schedule[_Task, _Visit] = Schedule(
-            _tasks(job, groups, epoch, first_batch, self._jitter),
+        depth, visits = job.config.jitter.depth, visits_per_batch(job.config)
+        further = further_batches(job.config, job.transform) if job.helping is not None else 0
+        self._schedule: Schedule[Task, Visit] = Schedule(
+            _tasks(job, groups, epoch, first_batch, lambda: self._jitter.reserve(further if self._schedule.far else 0)),
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
-            helping=job.config.decode.cpu_workers != 0,
-            window=job.config.jitter.depth * job.config.batch.size // job.config.clip.clips_per_video,
+            helping=job.helping,
+            window=depth * visits,
+            further=further * visits,
+            reach=lambda: (self._jitter.taken + depth) * visits,
+            behind=lambda: self._jitter.behind,
         )
-        self._crew: Crew[DecodeEngine, _Task] = Crew(
+        self._jitter.finish(len(groups) - first_batch)
+        self._crew: Crew[DecodeEngine, Task | Visit] = Crew(
             [*job.engines, *job.helpers],
             self._work,
             self._successor,
@@ -270,25 +238,31 @@ class Pipeline:
         Raises:
             DecodeError: when the work has taken longer than it may.
         """
-        limit, task = self._job.config.decode.limit_seconds, self._crew.me.work
-        if task is not None and self._crew.me.seconds > limit:
-            path = self._job.entry_of(task).path
+        limit, work = self._job.config.decode.limit_seconds, self._crew.me.work
+        if work is not None and self._crew.me.seconds > limit:
+            path = self._job.entry_of(work.task if isinstance(work, Visit) else work).path
             raise DecodeError(f"{path}: a visit to it took longer than {limit:g} s", fix=_LATE, path=path)
         return self._stopping
 
-    def _work(self, worker: Worker[DecodeEngine, _Task]) -> None:
+    def _work(self, worker: Worker[DecodeEngine, Task | Visit]) -> None:
         """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
         engine, job = worker.engine, self._job
         # Without NVDEC all engines stand in one line, whatever it is called.
         kind: Decoder = "nvdec" if worker.line < len(job.engines) else "cpu"
+        place = worker.line if kind == "nvdec" else worker.line - len(job.engines)
         try:
             if engine.stream is not None:  # a new thread's current GPU is the first one, whatever this loader's is
                 torch.cuda.set_device(engine.device)
             while not self._stopping:
-                visit = self._schedule.take(kind)
+                if kind == "cpu" and not engine.ready:  # before it has a clip, which would have to wait for that
+                    if not self._schedule.wait_until_wanted(place):
+                        return
+                    engine.get_ready(lambda: self._stopping)
+                visit = self._schedule.take(kind, place)
                 if visit is None:
                     return
-                worker.begin(visit.task)
+                # Where it helps: not the task, since what becomes of that is the schedule's affair.
+                worker.begin(visit if self._schedule.is_lent(visit, kind) else visit.task)
                 self._serve(engine, kind, visit)
                 del visit  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed, TakenAway):
@@ -301,7 +275,7 @@ class Pipeline:
         self._jitter.fail(error)
         self._schedule.close()
 
-    def _successor(self, worker: Worker[DecodeEngine, _Task]) -> DecodeEngine:
+    def _successor(self, worker: Worker[DecodeEngine, Task | Visit]) -> DecodeEngine:
         """The engine in the place of one whose thread is stuck in native code, for this epoch and the next ones."""
         job = self._job
         own = len(job.engines)
@@ -312,21 +286,29 @@ class Pipeline:
         job.telemetry.count("threads_given_up")
         return engines[place]
 
-    def _taken(self, task: _Task) -> None:
+    def _taken(self, work: Task | Visit) -> None:
         """What becomes of the clips that a stuck thread was at."""
-        job, path = self._job, self._job.entry_of(task).path
+        if isinstance(work, Visit):  # the hardware may do better
+            self._schedule.give_back(work)
+            return
+        job, task = self._job, work
+        path = job.entry_of(task).path
         limit = job.config.decode.limit_seconds
         job.stuck_in.add(path)
         error = DecodeError(f"{path}: a decoder was stuck in it for longer than {limit:g} s", fix=_LATE, path=path)
         self._schedule.again(self._after_failure(task, error))
 
-    def _serve(self, engine: DecodeEngine, kind: Decoder, visit: _Visit) -> None:
+    def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
+        decoder: Decoder = "cpu" if kind == "cpu" else visit.decoder
         try:
             try:
-                decoder = "cpu" if kind == "cpu" else visit.decoder
-                planes, arrivals = self._make(engine, decoder, visit)
+                helps = self._schedule.is_lent(visit, kind)
+                planes = self._help(engine, visit) if helps else self._decode(engine, decoder, visit)
+                if planes is None:
+                    return
+                arrivals = self._make(engine, decoder, visit, planes)
             except Unsupported:  # NVDEC gave up on it
                 self._crew.me.claim()
                 self._schedule.pass_on(replace(visit, choice=engine.choose(visit.index)))
@@ -345,7 +327,7 @@ class Pipeline:
         if self._job.clips is not None and not visit.decoded:
             self._job.clips.keep(visit.index, visit.plan, decoder, planes, engine.stream)
 
-    def _prepare(self, task: _Task) -> _Visit | None:
+    def _prepare(self, task: Task) -> Visit | None:
         """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
         self._ahead.advance()
         try:
@@ -355,7 +337,7 @@ class Pipeline:
                 raise TakenAway from None
             raise
 
-    def _usable(self, task: _Task | None) -> _Visit | None:
+    def _usable(self, task: Task | None) -> Visit | None:
         job, me = self._job, self._crew.me
         while task is not None:
             request, entry = task.request, job.entry_of(task)
@@ -375,13 +357,13 @@ class Pipeline:
                     ahead = prepare(job.config.clip, request, entry, index, job.config.transform.crops)
                 kept = job.clips.find(index, ahead.plan, choice.decoder) if job.clips is not None else None
                 me.claim()
-                return _Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
+                return Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
             except _BAD as error:
                 me.claim()
                 task = self._after_failure(task, error)
         return None
 
-    def _after_failure(self, task: _Task, error: GpupipeError) -> _Task | None:
+    def _after_failure(self, task: Task, error: GpupipeError) -> Task | None:
         """Counts and names a bad sample; the task with a substitute for it, or None when its slots are skipped, and done."""
         job, entry = self._job, self._job.entry_of(task)
         job.telemetry.count("bad_clips", len(task.slots))
@@ -402,13 +384,32 @@ class Pipeline:
         job.telemetry.count("substituted")
         return replace(task, request=job.order.substitute(task.request))
 
-    def _make(self, engine: DecodeEngine, decoder: Decoder, visit: _Visit) -> tuple[Planes, list[Arrival]]:
-        job, info, task = self._job, visit.index.info, visit.task
+    def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit) -> Planes:
         if visit.kept is not None:
-            planes, maker = engine.recall(visit.kept, visit.entry.path), visit.kept.decoder
+            planes = engine.recall(visit.kept, visit.entry.path)
         else:
-            planes, maker = engine.run(decoder, visit.index, visit.plan, self._give_up), decoder
+            planes = engine.run(decoder, visit.index, visit.plan, self._give_up)
         self._crew.me.claim()
+        return planes
+
+    def _help(self, engine: DecodeEngine, visit: Visit) -> Planes | None:
+        """Decodes one of the hardware's clips in software; None where that failed or was late: it is the hardware's again."""
+        begin = time.perf_counter()
+        try:
+            planes = self._decode(engine, "cpu", visit)
+        except _BAD:
+            self._crew.me.claim()
+            self._job.telemetry.count("helps_failed")
+            self._schedule.give_back(visit)
+            return None
+        if self._schedule.claim(visit, time.perf_counter() - begin):
+            return planes
+        self._job.telemetry.count("helps_late")
+        return None
+
+    def _make(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, planes: Planes) -> list[Arrival]:
+        job, info, task = self._job, visit.index.info, visit.task
+        maker = visit.kept.decoder if visit.kept is not None else decoder
         arrivals = []
         first = 0
         for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
@@ -428,14 +429,14 @@ class Pipeline:
         if job.clips is not None and not visit.decoded:
             job.telemetry.count("cache_misses", len(arrivals))
         job.telemetry.count("frames_used", sum(len(set(pick.decoded)) for pick in visit.picks))
-        return planes, arrivals
+        return arrivals
 
-    def _arrived(self, task: _Task, arrivals: list[Arrival] | None) -> None:
+    def _arrived(self, task: Task, arrivals: list[Arrival] | None) -> None:
         for clip, slot in enumerate(task.slots):
             if task.assembly.arrive(slot, arrivals[clip] if arrivals is not None else None):
                 with stage("assemble"):
                     finished = task.assembly.finish()
-                self._jitter.put(task.number, finished or _Skipped())
+                self._jitter.put(task.batch, finished or _Skipped())
 
 
 def _streams(job: Job) -> list[torch.cuda.Stream]:
@@ -443,12 +444,12 @@ def _streams(job: Job) -> list[torch.cuda.Stream]:
 
 
 def _tasks(
-    job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, jitter: JitterBuffer[Ready | _Skipped]
-) -> Generator[_Task | None]:
-    """All visits of the epoch in order; None while the jitter buffer has no room for the next batch."""
-    clips = job.config.clip.clips_per_video
+    job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, reserve: Callable[[], int | None]
+) -> Generator[Task | None]:
+    """All visits of the epoch in order; None while ``reserve`` has no number, since there is no room for another batch."""
+    clips, number = job.config.clip.clips_per_video, 0
     for position, requests in enumerate(groups[first_batch:], first_batch):
-        while (number := jitter.reserve()) is None:
+        while (batch := reserve()) is None:
             yield None
         with stage("allocate"):
             assembly = Assembly(
@@ -464,6 +465,6 @@ def _tasks(
                 index=position,
             )
         for place, request in enumerate(requests):
-            yield _Task(number, assembly, range(place * clips, (place + 1) * clips), request)
+            yield Task(number, batch, assembly, range(place * clips, (place + 1) * clips), request)
+            number += 1
         del assembly  # it may be long until there is room, and the batch dropped meanwhile
-    jitter.finish(len(groups) - first_batch)

@@ -81,6 +81,21 @@ class DecodeEngine:
         """This engine's own stream on a CUDA device, until :meth:`close`; None on the CPU."""
         return self._hardware().stream if self.device.type == "cuda" else None
 
+    @property
+    def ready(self) -> bool:
+        """False for an engine with a process that is not yet there: :meth:`get_ready` starts it."""
+        return self._process is None or self._process.ready
+
+    def get_ready(self, stop: Stop = never) -> None:
+        """Starts the engine's process, if it has one, and waits for it.
+
+        Raises:
+            DeviceError: when it cannot be had.
+            Stopped: when ``stop()`` turned true.
+        """
+        if self._process is not None:
+            self._process.get_ready(stop)
+
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> tuple[Planes, str]:
         """Decodes a plan's frames to this engine's device, by NVDEC where it serves, else in software; or by DALI.
 
@@ -198,7 +213,7 @@ class DecodeEngine:
             keep=self._keep,
             fallbacks=self._fallbacks,
             telemetry=self._telemetry,
-            process=DecodeProcess() if self._process is not None else None,
+            process=DecodeProcess(self._process.nice) if self._process is not None else None,
         )
         other.files = self.files
         return other

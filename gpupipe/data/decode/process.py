@@ -11,6 +11,7 @@ import json
 import mmap
 import os
 import tempfile
+import time
 from dataclasses import asdict
 from typing import IO, TYPE_CHECKING
 
@@ -18,13 +19,15 @@ import numpy as np
 
 from gpupipe.data.child import Child, ChildEnded
 from gpupipe.data.plan import Plan
-from gpupipe.data.stop import Stop, never
+from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import DecodeError, DeviceError, OpenError
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
     from gpupipe.data.index import VideoIndex
 
+_START_SECONDS = 120.0
+"""How long a process may take to get ready."""
 _ERRORS: dict[str, type[OpenError | DecodeError]] = {"OpenError": OpenError, "DecodeError": DecodeError}
 
 
@@ -32,41 +35,70 @@ class DecodeProcess:
     """The asking side: decodes one plan at a time in a process that it starts, and starts again after a failure.
 
     For use by one thread.
+
+    Args:
+        nice: how much lower the process's priority is than this one's, 0 to 19.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, nice: int = 0) -> None:
+        self.nice = nice
         self._file: IO[bytes] | None = None
         self._map: mmap.mmap | None = None
         self._child: Child | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a decode would begin at once."""
+        return self._child is not None and self._child.ready
+
+    def get_ready(self, stop: Stop = never) -> None:
+        """Starts the process where there is none, or it has ended, and waits until it is ready.
+
+        Raises:
+            DeviceError: when it cannot be had.
+            Stopped: when ``stop()`` turned true. The process goes on getting ready.
+        """
+        if self._child is not None and self._child.ended:
+            self._drop_child()
+        self._start(stop)
+
+    def _start(self, stop: Stop) -> tuple[Child, IO[bytes]]:
+        """The process, ready, and the memory shared with it. Raises as :meth:`get_ready`."""
+        begin = time.monotonic()
+        try:
+            if self._file is None:
+                self._file = _nameless_file()
+            if self._child is None:
+                self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()], self.nice)
+            if not self._child.start(lambda: stop() or time.monotonic() - begin > _START_SECONDS):
+                raise OSError("it ended before it was ready")
+        except Stopped:
+            if stop():
+                raise
+            self._drop_child()
+            raise _no_process(f"it was not ready within {_START_SECONDS:g} s") from None
+        except OSError as error:  # no fault of the video
+            self._drop_child()
+            raise _no_process(str(error)) from error
+        except BaseException:
+            self._drop_child()
+            raise
+        return self._child, self._file
 
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
         """As :func:`gpupipe.data.decode.cpu.decode`; the planes are valid until the next call.
 
         Raises:
             OpenError, DecodeError: as there, and when the process ends amid the work, as a damaged file may make it.
+            DeviceError: when there is no process to be had.
             Stopped: when ``stop()`` turned true.
         """
         import torch
 
         path = index.identity.path
+        child, file = self._start(stop)
         try:
-            if self._file is None:
-                self._file = _nameless_file()
-            if self._child is None:
-                self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()])
-            if not self._child.start(stop):
-                raise OSError("it ended before it was ready")
-        except OSError as error:  # no fault of the video
-            self._drop_child()
-            raise DeviceError(
-                f"a process that decodes in software cannot be started: {error}",
-                fix="free processes, memory or open files (ulimit), or set decode.cpu_workers to 0 on the CPU",
-            ) from error
-        except BaseException:
-            self._drop_child()
-            raise
-        try:
-            (answer,) = self._child.ask({"identity": asdict(index.identity), "frames": plan.frames}, stop)
+            (answer,) = child.ask({"identity": asdict(index.identity), "frames": plan.frames}, stop)
         except ChildEnded as error:
             self._drop_child()
             raise DecodeError(
@@ -82,7 +114,7 @@ class DecodeProcess:
         layout = PlaneFormat(**told["format"])
         shape = (len(plan.frames), layout.rows, layout.row_samples)
         dtype = np.uint8 if layout.sample_bytes == 1 else np.uint16
-        samples = np.frombuffer(self._mapped(self._file.fileno()), dtype, int(np.prod(shape)))
+        samples = np.frombuffer(self._mapped(file.fileno()), dtype, int(np.prod(shape)))
         return Planes(torch.from_numpy(samples.reshape(shape)), layout)
 
     def _mapped(self, file: int) -> mmap.mmap:
@@ -108,6 +140,13 @@ class DecodeProcess:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _no_process(why: str) -> DeviceError:
+    return DeviceError(
+        f"a process that decodes in software cannot be started: {why}",
+        fix="free processes, memory or open files (ulimit), or set decode.cpu_workers to 0 on the CPU",
+    )
 
 
 def _nameless_file() -> IO[bytes]:

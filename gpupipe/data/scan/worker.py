@@ -16,6 +16,8 @@ from gpupipe.data.scan.store import make
 from gpupipe.data.stop import Stopped
 from gpupipe.errors import GpupipeError, OpenError
 
+_NICE = 5
+"""Below the threads that decode and the user's own work; above processes that only help: the first batch waits for indices."""
 _LIMIT_SECONDS = 120.0
 """How long a scan may take; a film of two hours takes three seconds."""
 
@@ -24,7 +26,7 @@ class ScanProcess(Child):
     """The asking side."""
 
     def __init__(self) -> None:
-        super().__init__("gpupipe.data.scan.worker")
+        super().__init__("gpupipe.data.scan.worker", nice=_NICE)
 
     def make(self, identity: Identity) -> tuple[bytes, str]:
         """As :func:`gpupipe.data.scan.store.make`, in the process.

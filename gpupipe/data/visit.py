@@ -1,0 +1,79 @@
+"""Visits to videos: as tasks, and as all that is known of them before their pixels; and how many there may be at a time."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from gpupipe.config import LoaderConfig
+from gpupipe.data.assembly import Assembly
+from gpupipe.data.cache import KeptClip
+from gpupipe.data.decode import Choice, Decoder
+from gpupipe.data.index import VideoIndex
+from gpupipe.data.plan import Plan
+from gpupipe.data.transform import ClipTransform
+from gpupipe.types import ClipRequest, Entry, FramePick
+
+_FURTHER_VISITS = 256
+"""Visits beyond the depth that may be prepared for helpers, at most."""
+_FURTHER_BYTES = 1 << 30
+"""Memory of the batches that these belong to, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A visit that is to be made: its batch, the slots for its clips there, and what is to be visited."""
+
+    number: int
+    """Its place among the visits of the epoch, from 0 where the epoch is taken up."""
+    batch: int
+    """The number of its batch in the jitter buffer."""
+    assembly: Assembly
+    slots: range
+    request: ClipRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """A task of which all is known but the pixels: the clips of one video, decoded in one pass."""
+
+    task: Task
+    entry: Entry
+    index: VideoIndex
+    picks: list[FramePick]
+    plan: Plan
+    choice: Choice
+    kept: KeptClip | None = None
+    """Its planes, when they need not be decoded."""
+
+    @property
+    def number(self) -> int:
+        return self.task.number
+
+    @property
+    def decoded(self) -> bool:
+        return self.kept is not None
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.choice.decoder
+
+    @property
+    def kind(self) -> str:
+        return f"{self.index.info.codec} {self.index.info.pix_fmt}"
+
+    @property
+    def cost(self) -> float:
+        """Pixels to decode."""
+        return self.plan.packets * self.index.info.width * self.index.info.height
+
+
+def visits_per_batch(config: LoaderConfig) -> int:
+    """Visits that fill a batch."""
+    return config.batch.size // config.clip.clips_per_video
+
+
+def further_batches(config: LoaderConfig, transform: ClipTransform) -> int:
+    """Batches beyond the depth that may be under construction while helpers are at work."""
+    size = config.batch.size * math.prod(transform.clip_shape) * transform.dtype.itemsize
+    return min(math.ceil(_FURTHER_VISITS / visits_per_batch(config)), _FURTHER_BYTES // size)
