@@ -13,10 +13,22 @@ import numpy as np
 import pytest
 import torch
 from host_kernels import compiled
-from plane_cases import assert_clip, clip_exact, make_format, make_info, make_planes, random_case, random_params, run
+from plane_cases import (
+    assert_clip,
+    batch_of,
+    clip_exact,
+    drawn_ops,
+    make_format,
+    make_info,
+    make_planes,
+    random_case,
+    random_params,
+    run,
+    steep,
+)
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams, finish, fuse, resize
+from gpupipe.data.transform import ClipInput, ClipTransform, finish, fuse, resize
 from gpupipe.data.transform.adjust import adjust
 from gpupipe.data.transform.geometry import geometry
 from gpupipe.data.transform.params import ColorOp, whole
@@ -96,33 +108,6 @@ def test_more_frames_than_a_launch(launches: list[str]) -> None:
         launches.clear()
 
 
-def _batch(count: int, config: TransformConfig, *, colors: bool) -> list[ClipInput]:
-    """Clips of all sizes and formats for one transform of three frames."""
-    clips, transform = [], ClipTransform(config, 3)
-    for seed in range(count):
-        rng = np.random.default_rng(seed)
-        planes, info, params, _ = random_case(seed)
-        color = tuple(drawn_ops(rng)) if colors else ()
-        out = torch.full(transform.clip_shape, 77, dtype=transform.dtype)
-        clips.append(ClipInput(planes, info, replace(params, color=color), [int(f) for f in rng.integers(3, size=3)], out))
-    return clips
-
-
-def drawn_ops(rng: np.random.Generator) -> list[ColorOp]:
-    values = {
-        "brightness": rng.uniform(0, 2), "saturation": rng.uniform(0, 2), "contrast": rng.uniform(0, 2),
-        "hue": rng.uniform(-0.5, 0.5), "grayscale": 0.0, "channel_drop": float(rng.integers(3)),
-        "posterize": float(rng.integers(1, 8)), "solarize": rng.uniform(0.2, 0.9),
-    }  # fmt: skip
-    names = rng.permutation(list(values))[: rng.integers(0, 6)]
-    return [ColorOp(str(name), float(values[str(name)])) for name in names]  # type: ignore[arg-type]
-
-
-def _steep(params: TransformParams) -> bool:
-    """Whether a rounding error may move a pixel over a step."""
-    return any(op.name in ("posterize", "solarize") for op in params.color)
-
-
 def _reference(clip: ClipInput, config: TransformConfig, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """The same clip by the float reference."""
     with monkeypatch.context() as context:
@@ -136,20 +121,20 @@ def _reference(clip: ClipInput, config: TransformConfig, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("changes", [{}, {"clamp": False}, {"dtype": "bfloat16", "layout": "NTCHW"}, {"size": (224, 30)}])
 def test_a_batch_of_everything(launches: list[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
     config = TransformConfig(**{"size": (33, 40), "dtype": "float32"} | changes)
-    clips = _batch(41, config, colors=True)
+    clips = batch_of(41, config, colors=True)
     ClipTransform(config, 3).apply_batch(clips)
     limit = 2.0**-6 if config.dtype == "bfloat16" else 20 * UNIT / min(config.std)
     words = [clip.planes.format.sample_bytes for clip in clips]
     assert len([name for name in launches if name.startswith("resize")]) == sum(-(-words.count(n) // 8) for n in (1, 2))
     for clip in clips:
         off = (clip.out.float() - _reference(clip, config, monkeypatch)).abs()
-        allowed = 0.03 if _steep(clip.params) else 0.0
+        allowed = 0.03 if steep(clip.params.color) else 0.0
         assert float((off > limit).double().mean()) <= allowed, (float(off.max()), clip.params)
 
 
 def test_a_batch_gives_the_bits_of_its_clips(launches: list[str]) -> None:
     config = TransformConfig(size=(20, 33), dtype="float32")
-    together, alone = _batch(12, config, colors=True), _batch(12, config, colors=True)
+    together, alone = batch_of(12, config, colors=True), batch_of(12, config, colors=True)
     transform = ClipTransform(config, 3)
     transform.apply_batch(together)
     for a, b in zip(together, alone, strict=True):
@@ -238,9 +223,8 @@ def test_colours_equal_those_of_torch(launches: list[str], seed: int) -> None:
     finish.finish(rgb, ops, tuple(np.concatenate(scale).tolist()), out, clamp=clamp)
     assert ("color_sums" in launches) == any(op.name == "contrast" for op in ops)
     off = (out.double() - expected.double()).abs() / (1.0 if dtype == torch.uint8 else max(scale[0]))
-    steep = any(op.name in ("posterize", "solarize") for op in ops)  # a rounding error before the step moves a pixel over it
     limit = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.uint8: 1.0}[dtype]
-    assert float((off > limit).double().mean()) <= (0.02 if steep else 0.0), (float(off.max()), ops)
+    assert float((off > limit).double().mean()) <= (0.02 if steep(ops) else 0.0), (float(off.max()), ops)
 
 
 def test_colours_that_need_more_than_a_pixel_are_left_to_torch() -> None:
