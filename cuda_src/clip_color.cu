@@ -1,143 +1,143 @@
-// Changes of colour on RGB clips, and what comes after them: normalisation, dtype and layout. One pass over the pixels; a pass
-// before it where contrast needs each frame's mean. The truth it must equal is gpupipe/data/transform/adjust.py.
+// Changes of colour on RGB clips, and what comes after them: normalisation, dtype and layout, for several clips in one launch. One
+// pass over the pixels; where contrast needs each frame's mean, sums of its greys come first: from clip_resize.cu with the pixels,
+// or from a pass of their own. The truth it must equal is gpupipe/data/transform/adjust.py.
 //
-// Sums are of one order, whatever the GPU: each thread adds its own pixels, a tree adds the threads, one thread adds the blocks.
+// Sums are of one order, whatever the GPU: each thread adds its own, a tree adds the threads.
+#include "color.cuh"
 #include "store.cuh"
 
 constexpr int kThreads = 256;
-constexpr int kMaxSteps = 8;
-
-enum Kind { kBrightness, kSaturation, kGrayscale, kChannelDrop, kContrast, kHue, kPosterize, kSolarize };
+constexpr int kMaxClips = 8;
+constexpr int kPixels = 4;  // that a thread makes together
 
 struct ColorJob {
-  unsigned long long rgb;   // (frames, 3, pixels) float32 in [0, 1]
-  unsigned long long sums;  // (frames, blocks) float32: of the greys before contrast
+  unsigned long long rgb;   // (frames, 3, pixels): float32, or 16 bits of [0, 1]
+  unsigned long long sums;  // (frames, sums_a_frame) float32: of the greys before contrast
   unsigned long long out;
   long long stride_time, stride_channel, stride_row, stride_column;  // of out, in elements
   float gain[3], bias[3];                                            // value = RGB * gain + bias
+  ColorSteps steps;
+  int is_float;      // what rgb holds
   int width, pixels;
-  int blocks;          // of a frame
-  int clamp;           // RGB is held within [0, 1] after each step
-  int steps, contrast; // how many; which of them is contrast, or -1
-  int kind[kMaxSteps];
-  float value[kMaxSteps];
+  int sums_a_frame;  // 0: no contrast
+  int first_frame;   // among those of the launch
+  int unused;
 };
-static_assert(sizeof(ColorJob) == 168, "gpupipe/data/transform/finish.py packs this struct");
+
+struct ColorBatch {
+  ColorJob clips[kMaxClips];
+  int count;
+  int blocks;  // of a frame
+};
+static_assert(sizeof(ColorJob) == 152, "gpupipe/data/transform/finish.py packs this struct");
+static_assert(sizeof(ColorBatch) == 1224, "gpupipe/data/transform/finish.py packs this struct");
 
 extern __shared__ double shared_memory[];
 
-struct Rgb {
-  float r, g, b;
-};
-
-__device__ __forceinline__ float grey_of(const Rgb& c) { return 0.2989f * c.r + 0.587f * c.g + 0.114f * c.b; }
-__device__ __forceinline__ float blend(float one, float other, float share) { return share * one + (1.f - share) * other; }
-__device__ __forceinline__ float unit(float x) { return fminf(fmaxf(x, 0.f), 1.f); }
-
-__device__ __forceinline__ float turned(float most, float span, float hue, float phase) {
-  const float x = phase + hue;
-  const float k = x - 6.f * floorf(x / 6.f);
-  return most - span * unit(fminf(k, 4.f - k));
+__device__ __forceinline__ const ColorJob& job_of(const ColorBatch& batch) {
+  int number = batch.count - 1;
+  while (static_cast<int>(blockIdx.y) < batch.clips[number].first_frame) --number;
+  return batch.clips[number];
 }
 
-__device__ __forceinline__ Rgb turn_hue(const Rgb& c, float turns) {
-  const float most = fmaxf(c.r, fmaxf(c.g, c.b)), span = most - fminf(c.r, fminf(c.g, c.b));
-  const float safe = span == 0.f ? 1.f : span;
-  float hue = 4.f + (c.r - c.g) / safe;
-  if (most == c.g) hue = 2.f + (c.b - c.r) / safe;
-  if (most == c.r) hue = (c.g - c.b) / safe;
-  hue += 6.f * turns;
-  return {turned(most, span, hue, 5.f), turned(most, span, hue, 3.f), turned(most, span, hue, 1.f)};
+__device__ __forceinline__ float unit_of(unsigned int code) {
+  return (__uint_as_float(0x4B000000u | code) - 8388608.f) * (1.f / 65535.f);
 }
 
-__device__ __forceinline__ float posterized(float x, float levels) {
-  return fminf(fmaxf(floorf(x * levels), 0.f), levels - 1.f) / levels;
-}
-
-// The first `steps` of the steps. `mean` is that of the frame's greys, for contrast.
-__device__ __forceinline__ Rgb changed(const ColorJob& job, Rgb c, int steps, float mean) {
-  for (int step = 0; step < steps; ++step) {
-    const float value = job.value[step];
-    switch (job.kind[step]) {
-      case kBrightness:
-        c = {value * c.r, value * c.g, value * c.b};
-        break;
-      case kSaturation: {
-        const float grey = grey_of(c);
-        c = {blend(c.r, grey, value), blend(c.g, grey, value), blend(c.b, grey, value)};
-        break;
-      }
-      case kGrayscale: {
-        const float grey = grey_of(c);
-        c = {grey, grey, grey};
-        break;
-      }
-      case kChannelDrop:
-        c = {value == 0.f ? 0.f : c.r, value == 1.f ? 0.f : c.g, value == 2.f ? 0.f : c.b};
-        break;
-      case kContrast:
-        c = {blend(c.r, mean, value), blend(c.g, mean, value), blend(c.b, mean, value)};
-        break;
-      case kHue:
-        c = turn_hue(c, value);
-        break;
-      case kPosterize: {
-        const float levels = exp2f(value);
-        c = {posterized(c.r, levels), posterized(c.g, levels), posterized(c.b, levels)};
-        break;
-      }
-      default:  // kSolarize
-        c = {c.r >= value ? 1.f - c.r : c.r, c.g >= value ? 1.f - c.g : c.g, c.b >= value ? 1.f - c.b : c.b};
-    }
-    if (job.clamp) c = {unit(c.r), unit(c.g), unit(c.b)};
+// Some neighbouring pixels of one channel. A frame's first one lies at a multiple of four where it has such a number of pixels.
+__device__ __forceinline__ void load(const ColorJob& job, long long at, bool whole, int count, float (&values)[kPixels]) {
+  if (job.is_float) {
+    const float* from = reinterpret_cast<const float*>(job.rgb) + at;
+#pragma unroll
+    for (int k = 0; k < kPixels; ++k) values[k] = k < count ? from[k] : 0.f;
+    return;
   }
-  return c;
+  const unsigned short* from = reinterpret_cast<const unsigned short*>(job.rgb) + at;
+  if (whole) {
+    const uint2 words = *reinterpret_cast<const uint2*>(from);
+    values[0] = unit_of(words.x & 0xFFFFu);
+    values[1] = unit_of(words.x >> 16);
+    values[2] = unit_of(words.y & 0xFFFFu);
+    values[3] = unit_of(words.y >> 16);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kPixels; ++k) values[k] = k < count ? unit_of(from[k]) : 0.f;
 }
 
-__device__ __forceinline__ Rgb pixel_of(const ColorJob& job, int pixel) {
-  const float* at = reinterpret_cast<const float*>(job.rgb) + 3LL * blockIdx.y * job.pixels + pixel;
-  return {at[0], at[job.pixels], at[2LL * job.pixels]};
+__device__ __forceinline__ void load_pixels(const ColorJob& job, int pixel, Rgb (&pixels)[kPixels]) {
+  const int frame = blockIdx.y - job.first_frame, count = min(kPixels, job.pixels - pixel);
+  const bool whole = job.pixels % kPixels == 0;
+  float channels[3][kPixels];
+#pragma unroll
+  for (int channel = 0; channel < 3; ++channel)
+    load(job, (3LL * frame + channel) * job.pixels + pixel, whole, count, channels[channel]);
+#pragma unroll
+  for (int k = 0; k < kPixels; ++k) pixels[k] = {channels[0][k], channels[1][k], channels[2][k]};
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) color_sums(const __grid_constant__ ColorJob job) {
+// The sum over the block's threads, for all of them.
+__device__ __forceinline__ float sum_of_threads(float value) {
   float* sums = reinterpret_cast<float*>(shared_memory);
-  float sum = 0.f;
-  for (int pixel = blockIdx.x * kThreads + threadIdx.x; pixel < job.pixels; pixel += job.blocks * kThreads)
-    sum += grey_of(changed(job, pixel_of(job, pixel), job.contrast, 0.f));
-  sums[threadIdx.x] = sum;
+  sums[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (static_cast<int>(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) reinterpret_cast<float*>(job.sums)[blockIdx.y * job.blocks + blockIdx.x] = sums[0];
+  __syncthreads();
+  return sums[0];
+}
+
+// Only for a clip that is alone: of the greys of its pixels as they are.
+extern "C" __global__ void __launch_bounds__(kThreads) color_sums(const __grid_constant__ ColorBatch batch) {
+  const ColorJob& job = job_of(batch);
+  float sum = 0.f;
+  for (int pixel = kPixels * (blockIdx.x * kThreads + threadIdx.x); pixel < job.pixels; pixel += kPixels * batch.blocks * kThreads) {
+    Rgb pixels[kPixels];
+    load_pixels(job, pixel, pixels);
+    change(job.steps, pixels, 0.f);
+#pragma unroll
+    for (int k = 0; k < kPixels; ++k) sum += pixel + k < job.pixels ? grey_of(pixels[k]) : 0.f;
+  }
+  sum = sum_of_threads(sum);
+  if (threadIdx.x == 0)
+    reinterpret_cast<float*>(job.sums)[(blockIdx.y - job.first_frame) * job.sums_a_frame + blockIdx.x] = sum;
 }
 
 template <typename Out>
-__device__ __forceinline__ void finish(const ColorJob& job) {
-  float* mean = reinterpret_cast<float*>(shared_memory);
-  if (threadIdx.x == 0) {
-    *mean = 0.f;
-    const float* sums = reinterpret_cast<const float*>(job.sums) + blockIdx.y * job.blocks;
-    if (job.contrast >= 0) {
-      float sum = 0.f;
-      for (int block = 0; block < job.blocks; ++block) sum += sums[block];
-      *mean = sum / static_cast<float>(job.pixels);
-    }
+__device__ __forceinline__ void finish(const ColorBatch& batch) {
+  const ColorJob& job = job_of(batch);
+  const int frame = blockIdx.y - job.first_frame;
+  float mean = 0.f;
+  if (job.sums_a_frame > 0) {
+    const float* sums = reinterpret_cast<const float*>(job.sums) + static_cast<long long>(frame) * job.sums_a_frame;
+    for (int k = threadIdx.x; k < job.sums_a_frame; k += kThreads) mean += sums[k];
+    mean = sum_of_threads(mean) / static_cast<float>(job.pixels);
   }
-  __syncthreads();
-  Out* out = reinterpret_cast<Out*>(job.out) + blockIdx.y * job.stride_time;
-  for (int pixel = blockIdx.x * kThreads + threadIdx.x; pixel < job.pixels; pixel += job.blocks * kThreads) {
-    const Rgb c = changed(job, pixel_of(job, pixel), job.steps, *mean);
-    Out* at = out + pixel / job.width * job.stride_row + pixel % job.width * job.stride_column;
-    store(at, c.r * job.gain[0] + job.bias[0]);
-    store(at + job.stride_channel, c.g * job.gain[1] + job.bias[1]);
-    store(at + 2 * job.stride_channel, c.b * job.gain[2] + job.bias[2]);
+  Out* out = reinterpret_cast<Out*>(job.out) + frame * job.stride_time;
+  for (int pixel = kPixels * (blockIdx.x * kThreads + threadIdx.x); pixel < job.pixels; pixel += kPixels * batch.blocks * kThreads) {
+    Rgb pixels[kPixels];
+    load_pixels(job, pixel, pixels);
+    change(job.steps, pixels, mean);
+    int row = pixel / job.width, column = pixel % job.width;
+#pragma unroll
+    for (int k = 0; k < kPixels; ++k) {
+      if (pixel + k >= job.pixels) break;
+      Out* at = out + row * job.stride_row + column * job.stride_column;
+      store(at, pixels[k].r * job.gain[0] + job.bias[0]);
+      store(at + job.stride_channel, pixels[k].g * job.gain[1] + job.bias[1]);
+      store(at + 2 * job.stride_channel, pixels[k].b * job.gain[2] + job.bias[2]);
+      if (++column == job.width) {
+        column = 0;
+        ++row;
+      }
+    }
   }
 }
 
-#define ENTRY(name, out)                                                                              \
-  extern "C" __global__ void __launch_bounds__(kThreads) name(const __grid_constant__ ColorJob job) { \
-    finish<out>(job);                                                                                 \
+#define ENTRY(name, out)                                                                                  \
+  extern "C" __global__ void __launch_bounds__(kThreads) name(const __grid_constant__ ColorBatch batch) { \
+    finish<out>(batch);                                                                                   \
   }
 ENTRY(color_float32, float)
 ENTRY(color_float16, __half)

@@ -9,3 +9,6 @@ __device__ __forceinline__ void store(__nv_bfloat16* at, float value) { *at = __
 __device__ __forceinline__ void store(unsigned char* at, float value) {
   *at = static_cast<unsigned char>(__float2uint_rn(fminf(fmaxf(value, 0.f), 255.f)));
 }
+__device__ __forceinline__ void store(unsigned short* at, float value) {
+  *at = static_cast<unsigned short>(__float2uint_rn(fminf(fmaxf(value, 0.f), 65535.f)));
+}

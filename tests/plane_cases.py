@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -11,8 +12,9 @@ import numpy as np
 import torch
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import ClipTransform, TransformParams
+from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams
 from gpupipe.data.transform.color import rgb_from_codes
+from gpupipe.data.transform.params import ColorOp
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
 
 SUBSAMPLING = {"420": (2, 2), "422": (1, 2), "444": (1, 1), "440": (2, 1), "411": (1, 4)}
@@ -79,6 +81,34 @@ def random_case(seed: int, *, largest: int = 90, frames: int = 3) -> tuple[Plane
         dtype=pick("float32", "float32", "float16", "bfloat16", "uint8"), layout=pick("NCTHW", "NTCHW"),
     )  # fmt: skip
     return make_planes(form, frames, seed=seed), info, random_params(rng, info.display_size), config
+
+
+def batch_of(count: int, config: TransformConfig, *, colors: bool, device: str = "cpu") -> list[ClipInput]:
+    """Clips of all sizes and formats for one transform of three frames."""
+    clips, transform = [], ClipTransform(config, 3)
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        planes, info, params, _ = random_case(seed)
+        color = tuple(drawn_ops(rng)) if colors else ()
+        out = torch.full(transform.clip_shape, 77, dtype=transform.dtype, device=device)
+        planes = Planes(planes.data.to(device), planes.format)
+        clips.append(ClipInput(planes, info, replace(params, color=color), [int(f) for f in rng.integers(3, size=3)], out))
+    return clips
+
+
+def drawn_ops(rng: np.random.Generator) -> list[ColorOp]:
+    values = {
+        "brightness": rng.uniform(0, 2), "saturation": rng.uniform(0, 2), "contrast": rng.uniform(0, 2),
+        "hue": rng.uniform(-0.5, 0.5), "grayscale": 0.0, "channel_drop": float(rng.integers(3)),
+        "posterize": float(rng.integers(1, 8)), "solarize": rng.uniform(0.2, 0.9),
+    }  # fmt: skip
+    names = rng.permutation(list(values))[: rng.integers(0, 6)]
+    return [ColorOp(str(name), float(values[str(name)])) for name in names]  # type: ignore[arg-type]
+
+
+def steep(ops: Sequence[ColorOp]) -> bool:
+    """Whether a rounding error may move a pixel over a step."""
+    return any(op.name in ("posterize", "solarize") for op in ops)
 
 
 def run(

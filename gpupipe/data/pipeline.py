@@ -27,7 +27,7 @@ from gpupipe.data.prepare import Prepared, ReadAhead, prepare
 from gpupipe.data.scan.store import make
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
-from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform import ClipInput, ClipTransform
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.data.visit import Task, Visit, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
@@ -410,20 +410,22 @@ class Pipeline:
     def _make(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, planes: Planes) -> list[Arrival]:
         job, info, task = self._job, visit.index.info, visit.task
         maker = visit.kept.decoder if visit.kept is not None else decoder
-        arrivals = []
+        records, clips = [], []
         first = 0
-        for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
-            frames = visit.plan.frame_map[first : first + len(pick.decoded)]
-            first += len(pick.decoded)
-            with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
-                out = task.assembly.slot(slot, engine.stream)
+        with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
+            for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
+                frames = visit.plan.frame_map[first : first + len(pick.decoded)]
+                first += len(pick.decoded)
                 source = job.custom.prepare(planes, info, frames, pick, task.request, clip)
                 params = job.transform.draw(source.info, clip_generator(task.request, AUGMENT, clip), clip)
-                record = ClipRecord(visit.entry.path, task.request, pick, params, maker, clip)
-                job.transform.apply(source.planes, source.info, params, source.frame_map, out, source.blend)
-                job.custom.finish(out, info, record, job.transform)
-                done = engine.stream.record_event() if engine.stream is not None else None
-            arrivals.append(Arrival(record, visit.index.seconds_shown(pick), visit.entry.columns, done))
+                out = task.assembly.slot(slot, engine.stream)
+                records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
+                clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
+            job.transform.apply_batch(clips)
+            for each, record in zip(clips, records, strict=True):
+                job.custom.finish(each.out, info, record, job.transform)
+            done = engine.stream.record_event() if engine.stream is not None else None
+        arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
         job.telemetry.count("clips", len(arrivals))
         job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))
         if job.clips is not None and not visit.decoded:

@@ -56,6 +56,15 @@ inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned in
 struct uint2 {
   unsigned int x, y;
 };
+struct uint4 {
+  unsigned int x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float __saturatef(float x) { return x > 0.f ? min(x, 1.f) : 0.f; }
+inline float __fdividef(float x, float y) { return x / y; }
 struct float4 {
   float x, y, z, w;
 };
@@ -71,6 +80,7 @@ struct Fibre {
 inline ucontext_t scheduler;
 inline Fibre* running;
 inline void __syncthreads() { swapcontext(&running->context, &scheduler); }
+inline void __syncwarp() { __syncthreads(); }
 
 template <typename Params>
 struct Job {

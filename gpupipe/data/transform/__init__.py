@@ -1,8 +1,9 @@
 """From decoded planes to clips: draw the parameters, fold them, and write the result straight into the batch.
 
 ``draw`` draws ``params``, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference``
-applies that in torch on the CPU and ``kernel`` in one CUDA launch. What no matrix holds follows in torch on either device:
-``affine`` turns and shears, ``adjust`` changes colours and blurs.
+applies that in torch on the CPU. On CUDA ``fuse`` makes the clips of a batch together, colours included, by ``resize`` and
+``finish``. The rest is made clip by clip: sampled by ``reference``, ``resize`` or ``kernel``, then ``affine`` turns and shears,
+``adjust`` changes colours and blurs.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ import torch
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
-from gpupipe.data.transform import finish, kernel, resize, targets
+from gpupipe.data.transform import finish, fuse, kernel, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
+from gpupipe.data.transform.fuse import ClipInput, Fuser
 from gpupipe.data.transform.params import Box, TransformParams, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
 from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
 
-__all__ = ["ClipTransform", "TransformParams", "to_rgb"]
+__all__ = ["ClipInput", "ClipTransform", "TransformParams", "to_rgb"]
 
 
 class ClipTransform:
@@ -51,6 +53,7 @@ class ClipTransform:
             self._scale = np.full(CHANNELS, 255.0), np.zeros(CHANNELS)
         else:
             self._scale = 1 / np.array(config.std), -np.array(config.mean) / np.array(config.std)
+        self._fuser = Fuser(config, self._scale, self.dtype)
 
     def compile(self) -> None:
         """Makes the CUDA kernel for 8-bit video ready ahead of the first clip.
@@ -84,41 +87,69 @@ class ClipTransform:
         out: torch.Tensor,
         blend: Sequence[float] = (),
     ) -> None:
-        """Writes one clip into ``out``, on ``out``'s device; on CUDA on the current stream.
+        """Writes one clip into ``out``: :meth:`apply_batch` with one clip, whose fields the arguments are."""
+        self.apply_batch([ClipInput(planes, info, params, frame_map, out, blend)])
 
-        Args:
-            planes: decoded frames of the video, on ``out``'s device.
-            info: the video's size, rotation and colour.
-            params: what :meth:`draw` gave, now or in another run.
-            frame_map: T positions into ``planes``, repeats and any order allowed; with ``blend`` 2 T.
-            out: a slot of the batch, ``clip_shape`` of ``dtype`` (float64 is computed in float64); every element is written.
-            blend: T shares, 0 to 1, of the second T positions in what the first T show; none: nothing is blended.
+    def apply_batch(self, clips: Sequence[ClipInput]) -> None:
+        """Writes clips into their slots, which are on one device; on CUDA on the current stream.
+
+        There, clips that are cut, resized bilinearly, turned by quarters, flipped and changed in colour pixel by pixel share
+        one launch, or two where one has contrast; eight clips and 480 frames at a time. The others follow one by one. A clip's
+        bits do not depend on what else is in the batch.
 
         Raises:
-            GraphError: when ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
+            GraphError: when a clip's ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
         """
-        if tuple(out.shape) != self.clip_shape or out.dtype not in (self.dtype, torch.float64):
+        for clip in clips:
+            self._check(clip)
+        left = self._fuser.make(clips) if clips and fuse.takes(clips[0].out) else clips
+        if left:
+            with torch.no_grad(), torch.autocast(device_type=left[0].out.device.type, enabled=False):
+                for clip in left:
+                    self._apply(clip)
+        if self.config.erasing is not None:
+            with torch.no_grad():
+                for clip in clips:
+                    self._erase(clip)
+
+    def _check(self, clip: ClipInput) -> None:
+        out, info, frame_map = clip.out, clip.info, clip.frame_map
+        if out.shape != self.clip_shape or out.dtype not in (self.dtype, torch.float64):
             raise GraphError(
                 f"the transform makes {self.dtype} clips of shape {self.clip_shape}, out is {out.dtype} {tuple(out.shape)}",
                 path=info.path,
             )
-        if len(blend) not in (0, self.frames):
-            raise GraphError(f"blend has {len(blend)} shares, the clip has {self.frames} frames", path=info.path)
-        if len(frame_map) != self.frames * (2 if blend else 1):
+        if len(clip.blend) not in (0, self.frames):
+            raise GraphError(f"blend has {len(clip.blend)} shares, the clip has {self.frames} frames", path=info.path)
+        if len(frame_map) != self.frames * (2 if clip.blend else 1):
             raise GraphError(f"frame_map names {len(frame_map)} frames, the clip has {self.frames}", path=info.path)
-        if params.frames and len(params.frames) != self.frames:
-            raise GraphError(f"params are of {len(params.frames)} frames, the clip has {self.frames}", path=info.path)
-        wrong = [f for f in frame_map if not 0 <= f < len(planes)]
-        if wrong:
-            raise GraphError(f"frame_map asks for frame {wrong[0]} of {len(planes)} decoded frames", path=info.path)
+        if clip.params.frames and len(clip.params.frames) != self.frames:
+            raise GraphError(f"params are of {len(clip.params.frames)} frames, the clip has {self.frames}", path=info.path)
+        count = len(clip.planes)
+        if min(frame_map) < 0 or max(frame_map) >= count:
+            wrong = next(f for f in frame_map if not 0 <= f < count)
+            raise GraphError(f"frame_map asks for frame {wrong} of {count} decoded frames", path=info.path)
         if out.device.type not in ("cpu", "cuda"):
             raise GraphError(f"clips are made on CPU and CUDA devices, not on {out.device}", path=info.path)
-        clip = out.transpose(0, 1) if self.config.layout == "NCTHW" else out
-        with torch.no_grad(), torch.autocast(device_type=out.device.type, enabled=False):
-            if not params.frames:
-                self._make(planes, info, params, frame_map, clip, blend)
-            for t, each in enumerate(params.frames):
-                self._make(planes, info, each, frame_map[t :: self.frames], clip[t : t + 1], blend[t : t + 1])
+
+    def _apply(self, clip: ClipInput) -> None:
+        """Makes one clip, whatever its parameters; all but what is erased."""
+        params, frame_map, blend = clip.params, clip.frame_map, clip.blend
+        out = self._frames_first(clip.out)
+        if not params.frames:
+            self._make(clip.planes, clip.info, params, frame_map, out, blend)
+        for t, each in enumerate(params.frames):
+            self._make(clip.planes, clip.info, each, frame_map[t :: self.frames], out[t : t + 1], blend[t : t + 1])
+
+    def _frames_first(self, out: torch.Tensor) -> torch.Tensor:
+        """(T, 3, H, W), a view."""
+        return out.transpose(0, 1) if self.config.layout == "NCTHW" else out
+
+    def _erase(self, clip: ClipInput) -> None:
+        erasing, out = self.config.erasing, self._frames_first(clip.out)
+        for t, params in enumerate(clip.params.frames or (clip.params,)):
+            if params.erase is not None and erasing is not None:
+                _erase(out[t : t + 1] if clip.params.frames else out, params.erase, erasing.value, params.noise)
 
     def masks(self, values: torch.Tensor, params: TransformParams, *, fill: float = 0) -> torch.Tensor:
         """Masks of the displayed frames, (..., H, W) of any dtype, as the clip shows them: see :func:`targets.masks`."""
@@ -161,7 +192,8 @@ class ClipTransform:
                     rgb[t].lerp_(following[t], share)
                 rgb = rgb.clamp_(0, 1) if config.clamp else rgb
             if rgb.is_cuda and dtype == torch.float32 and not params.blur and finish.serves(ops):
-                finish.finish(rgb, ops, self._scale, out, clamp=config.clamp)
+                numbers = tuple(np.concatenate(self._scale).tolist())
+                finish.finish(rgb, ops, numbers, out, clamp=config.clamp)
             else:
                 rgb = adjust(rgb, ops, clamp=config.clamp)
                 if params.blur and config.blur is not None:
@@ -170,8 +202,6 @@ class ClipTransform:
         else:
             clamp = config.clamp or self.dtype == torch.uint8
             picture.write(params, frame_map, out, folded, config.fill, self._scale, clamp=clamp)
-        if params.erase is not None and config.erasing is not None:
-            _erase(out, params.erase, config.erasing.value, params.noise)
 
 
 def _erase(out: torch.Tensor, box: Box, value: tuple[float, ...] | str, seed: int) -> None:

@@ -2,69 +2,107 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from gpupipe.data.transform.params import ColorOp
-from gpupipe.data.transform.picture import CHANNELS, Scale
 from gpupipe.device.module import kernel, launch
 
 KINDS = ("brightness", "saturation", "grayscale", "channel_drop", "contrast", "hue", "posterize", "solarize")
 """In the order of the source's numbers. The others need more of a frame than a pixel and its mean."""
 MAX_STEPS = 8
+MAX_CLIPS = 8
+"""Clips of one launch."""
 THREADS = 256
-_PIXELS_A_THREAD = 4
+PIXELS_A_BLOCK = 3 * 4 * THREADS
+"""A thread makes four together. Each block adds up its frame's sums anew, so it must have some pixels to do."""
 _MOST_BLOCKS = 128
-"""Of a frame: their sums are added by one thread."""
+"""Of a frame."""
 
-JOB = np.dtype(
-    [("rgb", "u8"), ("sums", "u8"), ("out", "u8")]
-    + [(name, "i8") for name in ("stride_time", "stride_channel", "stride_row", "stride_column")]
-    + [("gain", "f4", (CHANNELS,)), ("bias", "f4", (CHANNELS,))]
-    + [(name, "i4") for name in ("width", "pixels", "blocks", "clamp", "steps", "contrast")]
-    + [("kind", "i4", (MAX_STEPS,)), ("value", "f4", (MAX_STEPS,))],
-    align=True,
-)
+_STEPS = struct.Struct(f"={MAX_STEPS}f{MAX_STEPS}B2i")
+STEPS_BYTES = _STEPS.size
+_CLIP = struct.Struct(f"=3Q4q6f{STEPS_BYTES}s6i")
+BATCH = np.dtype([("bytes", f"V{MAX_CLIPS * _CLIP.size + 8}")])
+_NUMBERS = {name: number for number, name in enumerate(KINDS)}
+
+
+class Clip(NamedTuple):
+    """RGB of one clip, and what is to become of it. All clips of a launch are of one size."""
+
+    rgb: int
+    """Address of (T, 3, H, W): float32, or uint16 for [0, 1]."""
+    is_float: bool
+    sums: int
+    """Address of (T, sums_a_frame) float32: each frame's greys, added up in parts, for contrast."""
+    sums_a_frame: int
+    """0: there is no contrast."""
+    steps: bytes
+    """What :func:`pack_steps` gave."""
+    scale: tuple[float, ...]
+    """Gain of each channel, then bias: value = RGB · gain + bias."""
+    frames: int
+    size: tuple[int, int]
+    """(height, width)"""
+    out: int
+    """Address of the clip."""
+    strides: tuple[int, ...]
+    """Of time, channel, row and column, in elements."""
 
 
 def serves(ops: Sequence[ColorOp]) -> bool:
-    """Whether the kernel has all of these, and at most one that needs the frames' means."""
+    """Whether the kernels have all of these, and at most one that needs the frames' means."""
     names = [op.name for op in ops]
-    return len(names) <= MAX_STEPS and set(names) <= set(KINDS) and names.count("contrast") <= 1
+    return len(names) <= MAX_STEPS and _NUMBERS.keys() >= set(names) and names.count("contrast") <= 1
 
 
-def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: Scale, out: torch.Tensor, *, clamp: bool) -> None:
-    """Does ``ops`` in order and writes RGB · gain + bias, on the current stream; the same bits every time.
+def pack_steps(ops: Sequence[ColorOp], *, clamp: bool) -> bytes:
+    """Changes of colour, such that :func:`serves` them, as the kernels take them; ``clamp``: RGB is held within [0, 1] after
+    each."""
+    rest = (0,) * (MAX_STEPS - len(ops))
+    return _STEPS.pack(*[op.value for op in ops], *rest, *[_NUMBERS[op.name] for op in ops], *rest, len(ops), clamp)
+
+
+def blocks_of(size: tuple[int, int]) -> int:
+    """Blocks that share a frame of this (height, width)."""
+    return max(1, min(_MOST_BLOCKS, size[0] * size[1] // PIXELS_A_BLOCK))
+
+
+def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
+    """Does the steps of clips and writes them as ``dtype``, on the current stream; the same bits every time. uint8 gets values
+    rounded to nearest and held within its range."""
+    for begin in range(0, len(clips), MAX_CLIPS):
+        some = clips[begin : begin + MAX_CLIPS]
+        packed, grid = pack(some)
+        launch(_kernel(_name(dtype)), grid, (THREADS, 1, 1), (packed,), shared_bytes=4 * THREADS)
+
+
+def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], out: torch.Tensor, *, clamp: bool) -> None:
+    """The same for one clip whose greys nobody has added up.
 
     Args:
         rgb: (T, 3, H, W) float32, contiguous, on a CUDA device.
         ops: such that :func:`serves` them.
-        scale: (gain, bias) of each channel.
-        out: (T, 3, H, W) of any strides on the same device; float32, float16, bfloat16, or uint8, which gets values rounded to
-            nearest and held within its range.
+        scale: gain of each channel, then bias.
+        out: (T, 3, H, W) of any strides on the same device; float32, float16, bfloat16 or uint8.
         clamp: whether RGB is held within [0, 1] after each of ``ops``.
     """
     frames, _, height, width = rgb.shape
-    job = np.zeros((), JOB)
     names = [op.name for op in ops]
-    blocks = max(1, min(_MOST_BLOCKS, height * width // (THREADS * _PIXELS_A_THREAD)))
-    job["rgb"], job["out"] = rgb.data_ptr(), out.data_ptr()
-    for name, stride in zip(("stride_time", "stride_channel", "stride_row", "stride_column"), out.stride(), strict=True):
-        job[name] = stride
-    job["gain"], job["bias"] = scale
-    job["width"], job["pixels"], job["blocks"], job["clamp"] = width, height * width, blocks, clamp
-    job["steps"], job["contrast"] = len(ops), names.index("contrast") if "contrast" in names else -1
-    for step, op in enumerate(ops):
-        job["kind"][step], job["value"][step] = KINDS.index(op.name), op.value
-    grid, block, shared = (blocks, frames, 1), (THREADS, 1, 1), 4 * THREADS
+    sums = torch.empty((frames, blocks_of((height, width))), dtype=torch.float32, device=rgb.device)
+    clip = Clip(
+        rgb.data_ptr(), True, sums.data_ptr(), 0, pack_steps(ops, clamp=clamp), scale, frames, (height, width),
+        out.data_ptr(), out.stride(),
+    )  # fmt: skip
     if "contrast" in names:
-        sums = torch.empty((frames, blocks), dtype=torch.float32, device=rgb.device)
-        job["sums"] = sums.data_ptr()
-        launch(_kernel("color_sums"), grid, block, [job[()]], shared_bytes=shared)
-    launch(_kernel(f"color_{str(out.dtype).removeprefix('torch.')}"), grid, block, [job[()]], shared_bytes=shared)
+        before = pack_steps(ops[: names.index("contrast")], clamp=clamp)
+        clip = clip._replace(sums_a_frame=sums.shape[1])
+        packed, grid = pack([clip._replace(steps=before)])
+        launch(_kernel("color_sums"), grid, (THREADS, 1, 1), (packed,), shared_bytes=4 * THREADS)
+    make([clip], out.dtype)
 
 
 def compile_for(dtype: torch.dtype) -> None:
@@ -74,8 +112,27 @@ def compile_for(dtype: torch.dtype) -> None:
         DeviceError: when they cannot be compiled here.
     """
     _kernel("color_sums")
-    _kernel(f"color_{str(dtype).removeprefix('torch.')}")
+    _kernel(_name(dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return f"color_{str(dtype).removeprefix('torch.')}"
 
 
 def _kernel(name: str) -> Any:
     return kernel("clip_color.cu", name)
+
+
+def pack(clips: Sequence[Clip]) -> tuple[Any, tuple[int, int, int]]:
+    """(the kernels' argument, the grid)."""
+    buffer = bytearray(BATCH.itemsize)
+    first_frame, (height, width) = 0, clips[0].size
+    blocks = blocks_of(clips[0].size)
+    for number, clip in enumerate(clips):
+        _CLIP.pack_into(
+            buffer, number * _CLIP.size, clip.rgb, clip.sums, clip.out, *clip.strides, *clip.scale, clip.steps,
+            clip.is_float, width, height * width, clip.sums_a_frame, first_frame, 0,
+        )  # fmt: skip
+        first_frame += clip.frames
+    struct.pack_into("=2i", buffer, MAX_CLIPS * _CLIP.size, len(clips), blocks)
+    return np.frombuffer(buffer, BATCH)[0], (blocks, first_frame, 1)

@@ -19,8 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,8 +54,7 @@ def filter_of(name: Filter, *, antialias: bool) -> tuple[Callable[[Weights], Wei
     return triangle, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
+class Axis(NamedTuple):
     """One stored axis of the frame; positions in luma samples unless they say chroma."""
 
     start: float
@@ -127,8 +125,7 @@ class Axis:
         return self.scale == 1 and self.start == int(self.start) and not (chroma and self.chroma_step != 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(NamedTuple):
     """A clip's sampling along the stored rows and columns.
 
     Attributes:
@@ -140,11 +137,6 @@ class Geometry:
     rows: Axis
     columns: Axis
     transposed: bool
-
-    @property
-    def shrinks(self) -> bool:
-        """Whether an output reads more samples than its nearest neighbours, along either axis."""
-        return max(self.rows.support, self.columns.support) > 1
 
 
 def _subsampling(size: int, chroma_size: int) -> int:

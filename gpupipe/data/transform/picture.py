@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gpupipe.data.transform import affine, kernel, reference, resize
 from gpupipe.data.transform.color import rgb_from_codes
+from gpupipe.data.transform.finish import pack_steps
 from gpupipe.data.transform.geometry import Filter, geometry
 from gpupipe.data.transform.params import Size, TransformParams
 from gpupipe.data.transform.reference import Color
@@ -27,6 +28,15 @@ Scale = tuple[NDArray[np.float64], NDArray[np.float64]]
 
 UNIT: Scale = (np.ones(CHANNELS), np.zeros(CHANNELS))
 """Leaves RGB as it is."""
+
+
+def check_planes(planes: Planes, info: VideoInfo, device: torch.device) -> None:
+    """Raises: GraphError: for planes of the wrong type, or that are not on the clip's device."""
+    word = torch.uint8 if planes.format.bits == 8 else torch.uint16
+    if planes.data.dtype != word:
+        raise GraphError(f"{planes.format.bits}-bit planes must be {word}, not {planes.data.dtype}", path=info.path)
+    if planes.data.device != device:
+        raise GraphError(f"planes are on {planes.data.device}, the clip on {device}", path=info.path)
 
 
 def store(rgb: torch.Tensor, scale: Scale, out: torch.Tensor) -> None:
@@ -63,11 +73,7 @@ class Picture:
         """Writes frames to ``out`` (T, 3, H, W) of any strides, sampled as ``params`` says: RGB times ``folded`` (3, 3), then
         scaled. Where a move shows what lies outside of the frame, ``fill`` stands in for RGB."""
         planes, info = self.planes, self.info
-        word = torch.uint8 if planes.format.sample_bytes == 1 else torch.uint16
-        if planes.data.dtype != word:
-            raise GraphError(f"{planes.format.bits}-bit planes must be {word}, not {planes.data.dtype}", path=info.path)
-        if planes.data.device != out.device:
-            raise GraphError(f"planes are on {planes.data.device}, the clip on {out.device}", path=info.path)
+        check_planes(planes, info, out.device)
         matrix = folded @ rgb_from_codes(
             info, planes.format, untagged_matrix=self.untagged_matrix, untagged_range=self.untagged_range
         )
@@ -77,8 +83,14 @@ class Picture:
         size = (int(out.shape[2]), int(out.shape[3]))
         sampling = geometry(info, planes.format, params, size, antialias=self.antialias, filter=self.filter)
         color = Color(matrix, *scale, clamp)
-        if out.is_cuda and resize.serves(sampling):
-            resize.transform([resize.Clip(planes, sampling, color, frame_map, out)])
+        layout = resize.layout_of(sampling) if out.is_cuda and out.dtype != torch.float64 else None
+        if layout is not None:
+            numbers = tuple(np.concatenate([matrix.ravel(), *scale]).tolist())
+            clip = resize.Clip(
+                planes, sampling, layout, numbers, pack_steps((), clamp=clamp), clamp, frame_map, resize.FINISHED,
+                out.element_size(), out.data_ptr(), out.stride(),
+            )  # fmt: skip
+            resize.make([clip], out.dtype)
             return
         run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
         run(planes, sampling, color, frame_map, out)

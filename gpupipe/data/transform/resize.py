@@ -3,105 +3,149 @@
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from gpupipe.data.transform.finish import STEPS_BYTES
 from gpupipe.data.transform.geometry import Axis, Geometry
-from gpupipe.data.transform.kernel import AXIS, CUDA_TYPES, pack_axis
-from gpupipe.data.transform.reference import Color
+from gpupipe.data.transform.kernel import CUDA_TYPES
 from gpupipe.device.module import kernel, launch
 from gpupipe.types import Planes
 
 MAX_CLIPS = 8
-MAX_FRAMES = 320
+MAX_FRAMES = 480
 """Clips and frames of one launch: as many as the argument, which is 4 KB at most, has room for."""
-THREADS = 256
 SHARED_BYTES = 64 * 1024
-"""Dynamic shared memory of a block, at most: three blocks fit on one multiprocessor of any GPU since sm_80 but the smallest."""
-_STRIPS = (256, 128, 64, 32, 16)
-"""Output columns of a block, the most that fit."""
-_ROWS = (8, 4, 2, 1)
-"""Output rows of a block, the most that fit."""
-_BLOCKS = 1024
-"""Blocks that fill the largest GPU; beyond that a block makes several frames with the weights it has worked out."""
+"""Dynamic shared memory of a block, at most."""
+
+FINISHED, UNIT, FLOAT = 0, 1, 2
+"""What a launch writes: finished clips; or RGB to go on with, in 16 bits of [0, 1] or as float32, and sums of its greys."""
+
+WARPS = 8
+"""Of a block: each makes frames of its own."""
+ROWS = 2
+"""Output rows that a warp sums across together."""
+OPTIONS: tuple[str, ...] = ()
+"""Further options of the compiler: the source has constants to try, whose values depend on the GPU."""
+BANDS = (16, 8, 4, 2, 1)
+"""Output rows of a block, the most that fit: between two bands some rows are read twice."""
+FRAMES_A_WARP = 1
+"""That a warp makes one after the other with the weights which its block has worked out."""
+_SPAN = 256
+"""Samples of a luma row that a warp reads, and of a row of U and V together."""
+_WIDE = 8
+"""Samples that a lane reads at once: what is read begins at a multiple of that."""
+_MOST_COLUMNS = 128
+"""Output columns of a block: more would leave too little shared memory for others."""
 _TAPS_BYTES = 32
-_FOUR = 4
-"""Samples that a thread reads at once."""
+_STEP_BYTES = 20
 
-JOB = np.dtype(
-    [("planes", "u8"), ("out", "u8")]
-    + [(name, "i8") for name in ("stride_time", "stride_channel", "stride_row", "stride_column", "frame_samples")]
-    + [("rows", AXIS), ("columns", AXIS), ("matrix", "f4", (3, 4)), ("gain", "f4", (3,)), ("bias", "f4", (3,))]
-    + [(name, "i4") for name in ("pitch", "u_row", "v_row", "interleaved", "clamp", "first_frame", "frames")],
-    align=True,
-)
-BATCH = np.dtype(
-    [("clips", JOB, (MAX_CLIPS,)), ("first_group", "i4", (MAX_CLIPS + 1,)), ("frames_a_block", "i4")]
-    + [(name, "i4") for name in ("rows_a_block", "columns_a_block", "span", "chroma_span")]
-    + [(name, "i4") for name in ("row_taps", "row_chroma_taps", "column_chroma_taps")]
-    + [("source", "i2", (MAX_FRAMES,)), ("target", "i2", (MAX_FRAMES,))],
-    align=True,
-)
+_AXIS = "3d2f8i"
+_CLIP = struct.Struct(f"=3Q5q{_AXIS}{_AXIS}18f{STEPS_BYTES}s17i4x")
+CLIP_BYTES = _CLIP.size
+_FIRST_BLOCK = struct.Struct(f"={MAX_CLIPS + 1}i")
+_SOURCE_AT = MAX_CLIPS * CLIP_BYTES + _FIRST_BLOCK.size
+BATCH = np.dtype([("bytes", f"V{(_SOURCE_AT + 2 * MAX_FRAMES + 7) // 8 * 8}")])
 
 
-@dataclass(frozen=True, slots=True)
-class Clip:
-    """One clip to make: what :func:`gpupipe.data.transform.reference.transform` takes."""
+class Layout(NamedTuple):
+    """How a clip's outputs are cut into blocks, and what a block keeps in shared memory; sizes in outputs and weights."""
 
-    planes: Planes
-    geometry: Geometry
-    color: Color
-    frame_map: Sequence[int]
-    out: torch.Tensor
-    """(T, 3, H, W) of any strides."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """How a launch's blocks are cut, and what a block keeps in shared memory; sizes in samples and taps."""
-
-    rows: int
-    columns: int
-    span: int
-    chroma_span: int
+    band: int
+    strip: int
+    bands: int
+    strips: int
+    walks: bool
+    """A row of luma weighs in two output rows at most, which follow one another."""
+    row_weights: int
     row_taps: int
     row_chroma_taps: int
     column_chroma_taps: int
-
-    @property
-    def shared_bytes(self) -> int:
-        sums = self.rows * (self.span + 2 * self.chroma_span)
-        weights = self.rows * (self.row_taps + self.row_chroma_taps) + self.columns * self.column_chroma_taps
-        return 4 * (sums + weights) + _TAPS_BYTES * (self.rows + self.columns)
+    shared_bytes: int
 
 
-def serves(geometry: Geometry) -> bool:
-    """Whether to make a clip here: where it shrinks. Else an output reads few samples, which textures fetch as fast.
+class Clip(NamedTuple):
+    """One clip to make."""
 
-    Not where it shrinks so much that the lines of a few outputs do not fit into a block's memory.
+    planes: Planes
+    geometry: Geometry
+    layout: Layout
+    color: tuple[float, ...]
+    """18 numbers: the (3, 4) matrix from sample codes to RGB, then gain and bias of each channel: value = RGB · gain + bias."""
+    steps: bytes
+    """Changes of colour before that: see :func:`gpupipe.data.transform.finish.pack_steps`."""
+    clamp: bool
+    """Whether RGB is held within [0, 1]."""
+    frame_map: Sequence[int]
+    target: int
+    """What is written: ``FINISHED``, ``UNIT`` or ``FLOAT``."""
+    item_bytes: int
+    """Size of a value of that."""
+    out: int
+    """Address of the first frame's top left pixel."""
+    strides: tuple[int, ...]
+    """Of time, channel, row and column, in elements."""
+    sums: int = 0
+    """Address of (T, bands · strips) float32 for the sums of the greys, where the target is not ``FINISHED``."""
+
+
+def layout_of(geometry: Geometry) -> Layout | None:
+    """How to cut a clip; None for one that is not made here.
+
+    That is one whose output pixels read so many samples that a warp cannot read the lines of a single one at once, and one that
+    shrinks without antialias: most of what is read would be for nothing.
     """
-    filters = {geometry.rows.filter, geometry.columns.filter}
-    return filters == {"bilinear"} and geometry.shrinks and _fits(_cut([geometry], _STRIPS[-1], _ROWS[-1]))
+    rows, columns = geometry.rows, geometry.columns
+    if rows.filter != "bilinear" or rows.support < rows.scale or columns.support < columns.scale:
+        return None
+    strip = _most_columns(columns)
+    if strip < 1:
+        return None
+    strips = -(-columns.outputs // strip)
+    strip = -(-columns.outputs // strips)
+    walks = rows.scale >= rows.support
+    row_taps, row_chroma_taps, column_chroma_taps = rows.max_taps(), rows.max_chroma_taps(), columns.max_chroma_taps()
+    for height in BANDS:
+        bands = -(-rows.outputs // height)
+        band = -(-rows.outputs // bands)
+        if walks:
+            row_weights = 2 * (min(int(rows.scale * (band - 1) + 2 * rows.support) + 2, rows.high - rows.low))
+        else:
+            row_weights = (band * row_taps + 1) & ~1
+        weights = row_weights + band * row_chroma_taps + strip * column_chroma_taps
+        shared = WARPS * ROWS * 2 * 4 * _SPAN + _TAPS_BYTES * (band + strip) + 4 * weights + _STEP_BYTES * band
+        if shared <= SHARED_BYTES:
+            return Layout(band, strip, bands, strips, walks, row_weights, row_taps, row_chroma_taps, column_chroma_taps, shared)
+    return None
 
 
-def transform(clips: Sequence[Clip]) -> None:
+def _most_columns(axis: Axis) -> int:
+    """Output columns whose samples a warp can read at once."""
+    luma, chroma = _SPAN - (_WIDE - 1), _SPAN // 2 - (_WIDE - 1)
+    most = min(axis.outputs, _MOST_COLUMNS)
+    if axis.high - axis.low > luma or axis.chroma_size > chroma:
+        # n outputs read scale (n - 1) + 2 support + 1 luma samples at most, and these lie between so many of chroma.
+        reach = min(luma, int((chroma - 3) / axis.chroma_step) + 1)
+        most = min(most, int((reach - 1 - 2 * axis.support) / axis.scale + 1))
+    return most
+
+
+def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
     """Makes clips in as few launches as there is room for, on the current stream; the same bits every time.
 
     Args:
-        clips: of one dtype, with planes of one sample size, on one CUDA device, each with a geometry whose lines fit (see
-            :func:`serves`).
+        clips: with planes on one CUDA device.
+        dtype: of those whose target is ``FINISHED``.
     """
-    for part in _launches(clips):
-        first = part[0]
-        function = compile_for(first.planes.format.sample_bytes, first.out.dtype)
-        layout = _layout([clip.geometry for clip in part])
-        assert layout is not None
-        packed, grid = _pack(part, layout)
-        launch(function, grid, (THREADS, 1, 1), [packed[()]], shared_bytes=layout.shared_bytes)
+    for some in _launches(clips):
+        sample_bytes = some[0].planes.format.sample_bytes
+        packed, blocks = pack(some)
+        shared = max(clip.layout.shared_bytes for clip in some)
+        launch(compile_for(sample_bytes, dtype), (blocks, 1, 1), (32 * WARPS, 1, 1), (packed,), shared_bytes=shared)
 
 
 def compile_for(sample_bytes: int, dtype: torch.dtype) -> Any:
@@ -117,101 +161,91 @@ def compile_for(sample_bytes: int, dtype: torch.dtype) -> Any:
 def _entry(sample_bytes: int, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
     name = f"resize_u{8 * sample_bytes}_{str(dtype).removeprefix('torch.')}"
     word = "unsigned char" if sample_bytes == 1 else "unsigned short"
-    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={CUDA_TYPES[dtype]}")
+    shape = f"-DCLIP_WARPS={WARPS}", f"-DCLIP_ROWS={ROWS}", *OPTIONS
+    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={CUDA_TYPES[dtype]}", *shape)
 
 
 def _launches(clips: Sequence[Clip]) -> Iterator[list[Clip]]:
-    """Clips that share a launch; one with more frames than a launch has room for comes in parts."""
-    part: list[Clip] = []
-    frames = 0
-    for clip in clips:
-        for begin in range(0, len(clip.frame_map), MAX_FRAMES):
-            some = list(clip.frame_map[begin : begin + MAX_FRAMES])
-            piece = Clip(clip.planes, clip.geometry, clip.color, some, clip.out[begin : begin + MAX_FRAMES])
-            if part and (len(part) == MAX_CLIPS or frames + len(some) > MAX_FRAMES or _layout_of([*part, piece]) is None):
-                yield part
-                part, frames = [], 0
-            part.append(piece)
-            frames += len(some)
-    if part:
-        yield part
+    """Clips that share a launch: those with samples of one size, the largest first, so that small ones fill the GPU at the end.
+
+    A clip with more frames than a launch has room for comes in parts.
+    """
+    for sample_bytes in (1, 2):
+        alike = [clip for clip in clips if clip.planes.format.sample_bytes == sample_bytes]
+        alike.sort(key=_cost, reverse=True)
+        part: list[Clip] = []
+        frames = 0
+        for clip in alike:
+            for piece in _pieces(clip):
+                if part and (len(part) == MAX_CLIPS or frames + len(piece.frame_map) > MAX_FRAMES):
+                    yield part
+                    part, frames = [], 0
+                part.append(piece)
+                frames += len(piece.frame_map)
+        if part:
+            yield part
 
 
-def _layout_of(clips: Sequence[Clip]) -> _Layout | None:
-    return _layout([clip.geometry for clip in clips])
+def _cost(clip: Clip) -> float:
+    rows, columns = clip.geometry.rows, clip.geometry.columns
+    return rows.scale * columns.scale
 
 
-def _layout(geometries: Sequence[Geometry]) -> _Layout | None:
-    """The largest blocks whose tables fit; None where not even the smallest do."""
-    cuts = (_cut(geometries, strip, height) for strip in _STRIPS for height in _ROWS)
-    return next(filter(_fits, cuts), None)
+def _pieces(clip: Clip) -> list[Clip]:
+    count = len(clip.frame_map)
+    if count <= MAX_FRAMES:
+        return [clip]
+    item, sums = clip.item_bytes, 4 * clip.layout.bands * clip.layout.strips
+    return [
+        clip._replace(
+            frame_map=clip.frame_map[begin : begin + MAX_FRAMES],
+            out=clip.out + begin * item * clip.strides[0],
+            sums=clip.sums + begin * sums,
+        )
+        for begin in range(0, count, MAX_FRAMES)
+    ]
 
 
-def _fits(layout: _Layout) -> bool:
-    return layout.shared_bytes <= SHARED_BYTES
-
-
-def _cut(geometries: Sequence[Geometry], strip: int, height: int) -> _Layout:
-    """Blocks of so many output columns, where there are so many, and rows."""
-    rows, columns = [g.rows for g in geometries], [g.columns for g in geometries]
-    strip = min(strip, max(axis.outputs for axis in columns))
-    spans = [_span(axis, strip) for axis in columns]
-    return _Layout(
-        rows=height,
-        columns=strip,
-        span=max(luma for luma, _ in spans),
-        chroma_span=max(chroma for _, chroma in spans),
-        row_taps=max(axis.max_taps() for axis in rows),
-        row_chroma_taps=max(axis.max_chroma_taps() for axis in rows),
-        column_chroma_taps=max(axis.max_chroma_taps() for axis in columns),
-    )
-
-
-def _span(axis: Axis, outputs: int) -> tuple[int, int]:
-    """(luma, chroma) samples that a strip of outputs reads at most, from a multiple of four to a multiple of four."""
-    luma = min(axis.high - axis.low, int(axis.scale * (outputs - 1) + 2 * axis.support) + 2)
-    chroma = min(axis.chroma_size, int((luma - 1) * axis.chroma_step) + 3)
-    return _aligned(luma), _aligned(chroma)
-
-
-def _aligned(samples: int) -> int:
-    return (samples + 2 * (_FOUR - 1)) // _FOUR * _FOUR
-
-
-def _pack(clips: Sequence[Clip], layout: _Layout) -> tuple[Any, tuple[int, int, int]]:
-    """(the kernel's argument, the grid)."""
-    packed = np.zeros((), BATCH)
-    bands = -(-max(clip.geometry.rows.outputs for clip in clips) // layout.rows)
-    strips = -(-max(clip.geometry.columns.outputs for clip in clips) // layout.columns)
-    frames = sum(len(clip.frame_map) for clip in clips)
-    a_block = max(1, min(8, bands * strips * frames // _BLOCKS))
-    first = group = 0
+def pack(clips: Sequence[Clip]) -> tuple[Any, int]:
+    """(the kernel's argument, its blocks)."""
+    buffer = bytearray(BATCH.itemsize)
+    starts: list[int] = []
+    frames: list[int] = []
+    blocks = 0
+    a_block = WARPS * FRAMES_A_WARP
     for number, clip in enumerate(clips):
-        job, count = packed["clips"][number], len(clip.frame_map)
-        _pack_job(job, clip)
-        job["first_frame"], job["frames"] = first, count
-        packed["source"][first : first + count] = clip.frame_map
-        packed["target"][first : first + count] = range(count)
-        packed["first_group"][number] = group
-        first, group = first + count, group - (-count // a_block)
-    packed["first_group"][len(clips) :] = group
-    packed["frames_a_block"], packed["rows_a_block"], packed["columns_a_block"] = a_block, layout.rows, layout.columns
-    for name in ("span", "chroma_span", "row_taps", "row_chroma_taps", "column_chroma_taps"):
-        packed[name] = getattr(layout, name)
-    return packed, (bands, strips, group)
+        cut, count = clip.layout, len(clip.frame_map)
+        _pack_clip(buffer, number * CLIP_BYTES, clip, len(frames), a_block)
+        frames += clip.frame_map
+        starts.append(blocks)
+        blocks += cut.bands * cut.strips * -(-count // a_block)
+    starts += [blocks] * (MAX_CLIPS + 1 - len(clips))
+    _FIRST_BLOCK.pack_into(buffer, MAX_CLIPS * CLIP_BYTES, *starts)
+    struct.pack_into(f"={len(frames)}h", buffer, _SOURCE_AT, *frames)
+    return np.frombuffer(buffer, BATCH)[0], blocks
 
 
-def _pack_job(job: Any, clip: Clip) -> None:
-    form, data, out, geometry = clip.planes.format, clip.planes.data, clip.out, clip.geometry
-    assert data.stride(2) == 1, data.stride()
-    job["planes"], job["out"] = data.data_ptr(), out.data_ptr()
-    job["stride_time"], job["stride_channel"] = out.stride()[:2]
-    along = out.stride()[:1:-1] if geometry.transposed else out.stride()[2:]
-    job["stride_row"], job["stride_column"] = along
-    job["frame_samples"], job["pitch"] = data.stride()[:2]
-    pack_axis(job["rows"], geometry.rows)
-    pack_axis(job["columns"], geometry.columns)
-    job["matrix"], job["gain"], job["bias"] = clip.color.matrix, clip.color.gain, clip.color.bias
-    job["u_row"] = form.height
-    job["v_row"] = form.height if form.interleaved else form.height + form.chroma_height
-    job["interleaved"], job["clamp"] = form.interleaved, clip.color.clamp
+def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, frames_a_block: int) -> None:
+    planes, (rows, columns, transposed), cut = clip.planes, clip.geometry, clip.layout
+    form, data = planes.format, planes.data
+    frame_samples, pitch, step = data.stride()
+    assert step == 1, data.stride()
+    time, channel, row, column = clip.strides
+    if transposed:
+        row, column = column, row
+    out, item = clip.out, clip.item_bytes
+    if rows.mirror:
+        out, row = out + (rows.outputs - 1) * row * item, -row
+    if columns.mirror:
+        out, column = out + (columns.outputs - 1) * column * item, -column
+    _CLIP.pack_into(
+        buffer, at, data.data_ptr(), out, clip.sums, time, channel, row, column, frame_samples,
+        rows.start, rows.scale, rows.support, rows.chroma_step, rows.chroma_offset, rows.low, rows.high, rows.outputs, 0,
+        rows.chroma_size, cut.row_taps, 0, 0,
+        columns.start, columns.scale, columns.support, columns.chroma_step, columns.chroma_offset, columns.low, columns.high,
+        columns.outputs, 0, columns.chroma_size, 0, 0, 0,
+        *clip.color, clip.steps, pitch, form.height,
+        form.height if form.interleaved else form.height + form.chroma_height, form.interleaved, clip.clamp, clip.target,
+        first_frame, len(clip.frame_map), frames_a_block, cut.bands, cut.strips, cut.band, cut.strip, cut.walks,
+        cut.row_weights, cut.row_chroma_taps, cut.column_chroma_taps,
+    )  # fmt: skip

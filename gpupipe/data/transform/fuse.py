@@ -1,0 +1,178 @@
+"""Clips of a batch made together on CUDA: one launch for all of them, two where contrast needs the frames' means.
+
+The first launch goes from samples to the finished clip, changes of colour included. Where contrast is among these it ends with
+the RGB before contrast, and with the sums of its greys. That RGB is kept in 16 bits of [0, 1], at half the bytes of float32: it
+is off by 2^-17 at most, 1/500 of a code of 8 bits, which contrast and what follows it multiply by a small number. Where RGB may
+leave [0, 1] it is float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpupipe.data.transform import finish, resize
+from gpupipe.data.transform.adjust import fold
+from gpupipe.data.transform.color import rgb_from_codes
+from gpupipe.data.transform.geometry import geometry
+from gpupipe.data.transform.params import ColorOp, TransformParams
+from gpupipe.data.transform.picture import CHANNELS, Scale, check_planes
+from gpupipe.types import PlaneFormat, Planes, VideoInfo
+
+if TYPE_CHECKING:
+    from gpupipe.config import TransformConfig
+
+_UNIT_SCALE = (65535.0,) * CHANNELS + (0.0,) * CHANNELS
+_FLOAT_SCALE = (1.0,) * CHANNELS + (0.0,) * CHANNELS
+_ALIGN = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ClipInput:
+    """One clip of :meth:`gpupipe.data.transform.ClipTransform.apply_batch`.
+
+    Attributes:
+        planes: decoded frames of the video, on ``out``'s device.
+        info: the video's size, rotation and colour.
+        params: what ``draw`` gave, now or in another run.
+        frame_map: T positions into ``planes``, repeats and any order allowed; with ``blend`` 2 T.
+        out: a slot of the batch, ``clip_shape`` of ``dtype`` (on the CPU also float64: computed in float64); every element is
+            written.
+        blend: T shares, 0 to 1, of the second T positions in what the first T show; none: nothing is blended.
+    """
+
+    planes: Planes
+    info: VideoInfo
+    params: TransformParams
+    frame_map: Sequence[int]
+    out: torch.Tensor
+    blend: Sequence[float] = ()
+
+
+def takes(out: torch.Tensor) -> bool:
+    """Whether clips that lie there are made here."""
+    return out.is_cuda
+
+
+class Fuser:
+    """Makes those clips of a batch that take one or two launches together.
+
+    Args:
+        config: the transform's.
+        scale: (gain, bias) of each channel.
+        dtype: the clips'.
+    """
+
+    def __init__(self, config: TransformConfig, scale: Scale, dtype: torch.dtype) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._scale = tuple(float(value) for part in scale for value in part)
+        self._time, self._channel = (1, 0) if config.layout == "NCTHW" else (0, 1)
+        self._matrices: dict[tuple[object, ...], tuple[float, ...]] = {}
+
+    def make(self, clips: Sequence[ClipInput]) -> list[ClipInput]:
+        """Makes them on the current stream, the same bits every time; gives those that must be made in another way."""
+        left: list[ClipInput] = []
+        jobs: list[resize.Clip] = []
+        colored: list[tuple[int, finish.Clip]] = []
+        room = 0
+        for clip in clips:
+            made = self._jobs(clip)
+            if made is None:
+                left.append(clip)
+                continue
+            for job, after in made:
+                if after is not None:
+                    frames, (height, width) = after.frames, after.size
+                    job = job._replace(out=room, sums=room + _aligned(frames * CHANNELS * height * width * job.item_bytes))
+                    room = _aligned(job.sums + 4 * frames * job.layout.bands * job.layout.strips)
+                    colored.append((len(jobs), after))
+                jobs.append(job)
+        finishing: list[finish.Clip] = []
+        if colored:
+            scratch = torch.empty(room, dtype=torch.uint8, device=clips[0].out.device)
+            base = scratch.data_ptr()
+            for number, after in colored:
+                job = jobs[number]
+                jobs[number] = job = job._replace(out=base + job.out, sums=base + job.sums)
+                finishing.append(after._replace(rgb=job.out, sums=job.sums))
+        if jobs:
+            resize.make(jobs, self._dtype)
+        if finishing:
+            finish.make(finishing, self._dtype)
+        return left
+
+    def _jobs(self, clip: ClipInput) -> list[tuple[resize.Clip, finish.Clip | None]] | None:
+        """What the first launch has to do, and the second: for the whole clip, or for each frame; None where others must."""
+        if clip.blend or self._config.interpolation != "bilinear" or clip.out.dtype != self._dtype:
+            return None
+        params = clip.params
+        if not params.frames:
+            job = self._job(clip, params, clip.frame_map, 0)
+            return None if job is None else [job]
+        jobs = []
+        for t, each in enumerate(params.frames):
+            job = self._job(clip, each, clip.frame_map[t : t + 1], t)
+            if job is None:
+                return None
+            jobs.append(job)
+        return jobs
+
+    def _job(
+        self, clip: ClipInput, params: TransformParams, frame_map: Sequence[int], first: int
+    ) -> tuple[resize.Clip, finish.Clip | None] | None:
+        if params.affine is not None or params.blur or not finish.serves(params.color):
+            return None
+        config, planes, info, out = self._config, clip.planes, clip.info, clip.out
+        check_planes(planes, info, out.device)
+        sampling = geometry(info, planes.format, params, config.size, antialias=config.antialias)
+        layout = resize.layout_of(sampling)
+        if layout is None:
+            return None
+        matrix, ops = self._matrix(info, planes.format, params.color)
+        strides = out.stride()
+        strides = strides[self._time], strides[self._channel], strides[2], strides[3]
+        item = out.element_size()
+        address = out.data_ptr() + first * strides[0] * item
+        contrast = next((number for number, op in enumerate(ops) if op.name == "contrast"), None)
+        if contrast is None:
+            steps = finish.pack_steps(ops, clamp=config.clamp)
+            job = resize.Clip(
+                planes, sampling, layout, matrix + self._scale, steps, config.clamp, frame_map, resize.FINISHED, item, address,
+                strides,
+            )  # fmt: skip
+            return job, None
+        height, width = config.size
+        target, bytes_a_value, scale = (resize.UNIT, 2, _UNIT_SCALE) if config.clamp else (resize.FLOAT, 4, _FLOAT_SCALE)
+        before, steps = (finish.pack_steps(part, clamp=config.clamp) for part in (ops[:contrast], ops[contrast:]))
+        job = resize.Clip(
+            planes, sampling, layout, matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
+            (CHANNELS * height * width, height * width, width, 1),
+        )  # fmt: skip
+        after = finish.Clip(
+            0, target == resize.FLOAT, 0, layout.bands * layout.strips, steps, self._scale, len(frame_map), config.size,
+            address, strides,
+        )  # fmt: skip
+        return job, after
+
+    def _matrix(
+        self, info: VideoInfo, form: PlaneFormat, ops: tuple[ColorOp, ...]
+    ) -> tuple[tuple[float, ...], tuple[ColorOp, ...]]:
+        """(3, 4) from sample codes to RGB, leading changes of colour included where nothing is clamped; the others."""
+        config = self._config
+        untagged = {"untagged_matrix": config.untagged_matrix, "untagged_range": config.untagged_range}
+        if not config.clamp:
+            folded, ops = fold(ops)
+            return tuple((folded @ rgb_from_codes(info, form, **untagged)).ravel().tolist()), ops
+        key = (info.color_matrix, info.color_range, min(info.width, info.height) >= 720, form.bits, form.shift)
+        found = self._matrices.get(key)
+        if found is None:
+            found = self._matrices[key] = tuple(rgb_from_codes(info, form, **untagged).ravel().tolist())
+        return found, ops
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN

@@ -1,0 +1,235 @@
+"""The kernels that make clips together, compiled for the host, with the Python that packs their arguments.
+
+See tests/test_transform_on_host.py for what that shows and what it does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from host_kernels import compiled
+from plane_cases import (
+    assert_clip,
+    batch_of,
+    clip_exact,
+    drawn_ops,
+    make_format,
+    make_info,
+    make_planes,
+    random_case,
+    random_params,
+    run,
+    steep,
+)
+
+from gpupipe.config import TransformConfig
+from gpupipe.data.transform import ClipInput, ClipTransform, finish, fuse, resize
+from gpupipe.data.transform.adjust import adjust
+from gpupipe.data.transform.geometry import geometry
+from gpupipe.data.transform.params import ColorOp, whole
+from gpupipe.data.transform.picture import store
+
+UNIT = 2e-5
+"""Allowed error of RGB in [0, 1]: float32 sums over a few hundred codes of 255 or 65535, against float64."""
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    folder = tmp_path_factory.mktemp("host")
+    return {name: compiled(f"clip_{name}", folder) for name in ("resize", "color")}
+
+
+@pytest.fixture
+def launches(library: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has every clip made by the fused kernels where these serve it, on the host; the kernels that were launched."""
+    log: list[str] = []
+
+    def launch(function: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any], *, shared_bytes: int) -> None:
+        assert shared_bytes <= resize.SHARED_BYTES
+        log.append(function)
+        packed = ctypes.create_string_buffer(args[0].tobytes(), args[0].itemsize)
+        getattr(library[function.split("_")[0]], f"run_{function}")(packed, *grid, *block[:2])
+
+    for module in (resize, finish):
+        monkeypatch.setattr(module, "kernel", lambda file, name, options=(): name)
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(fuse, "takes", lambda out: True)
+    return log
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_equals_the_exact_transform(launches: list[str], seed: int) -> None:
+    planes, info, params, config = random_case(seed)
+    clip = run(config, planes, info, params, [2, 0, 0, 1])
+    assert launches or not config.antialias
+    assert_clip(clip, clip_exact(planes, info, params, config, [2, 0, 0, 1]), config, UNIT)
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "size"),
+    [
+        (1500, 40, (7, 500)),
+        (40, 1500, (300, 5)),
+        (2100, 90, (9, 60)),
+        (8000, 30, (5, 224)),
+        (30, 7680, (6, 20)),
+        (9, 9, (1, 1)),
+    ],
+)
+@pytest.mark.parametrize("rotation", [0, 90])
+@pytest.mark.parametrize("nv", [False, True])
+def test_long_lines_and_odd_strips(
+    launches: list[str], width: int, height: int, size: tuple[int, int], rotation: Any, nv: bool
+) -> None:
+    form, info = make_format(width, height, nv=nv), make_info(width, height, rotation=rotation)
+    config = TransformConfig(size=size[:: 1 if rotation == 0 else -1], dtype="float32")
+    planes, params = make_planes(form, 1), whole(info.display_size, hflip=True)
+    clip = run(config, planes, info, params, [0])
+    assert launches
+    assert_clip(clip, clip_exact(planes, info, params, config, [0]), config, UNIT)
+
+
+def test_more_frames_than_a_launch(launches: list[str]) -> None:
+    form, info = make_format(24, 18, nv=True), make_info(24, 18)
+    for color in ((), (ColorOp("contrast", 1.2),)):
+        config = TransformConfig(size=(9, 10), dtype="float32")
+        planes, params = make_planes(form, 50), replace(whole(info.display_size), color=color)
+        frame_map = [k * 7 % 50 for k in range(1000)]
+        clip = run(config, planes, info, params, frame_map)
+        assert launches == ["resize_u8_float32"] * 3 + ["color_float32"] * len(color)
+        few = run(config, planes, info, params, frame_map[:50])
+        assert torch.equal(few, clip[:, :50])
+        assert torch.equal(clip[:, :50], clip[:, 950:])
+        launches.clear()
+
+
+def _reference(clip: ClipInput, config: TransformConfig, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """The same clip by the float reference."""
+    with monkeypatch.context() as context:
+        context.setattr(fuse, "takes", lambda out: False)
+        transform = ClipTransform(config.model_copy(update={"dtype": "float32"}), len(clip.blend or clip.frame_map))
+        out = torch.zeros(transform.clip_shape)
+        transform.apply_batch([replace(clip, out=out)])
+    return out
+
+
+@pytest.mark.parametrize("changes", [{}, {"clamp": False}, {"dtype": "bfloat16", "layout": "NTCHW"}, {"size": (224, 30)}])
+def test_a_batch_of_everything(launches: list[str], monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    config = TransformConfig(**{"size": (33, 40), "dtype": "float32"} | changes)
+    clips = batch_of(41, config, colors=True)
+    ClipTransform(config, 3).apply_batch(clips)
+    limit = 2.0**-6 if config.dtype == "bfloat16" else 20 * UNIT / min(config.std)
+    words = [clip.planes.format.sample_bytes for clip in clips]
+    assert len([name for name in launches if name.startswith("resize")]) == sum(-(-words.count(n) // 8) for n in (1, 2))
+    for clip in clips:
+        off = (clip.out.float() - _reference(clip, config, monkeypatch)).abs()
+        allowed = 0.03 if steep(clip.params.color) else 0.0
+        assert float((off > limit).double().mean()) <= allowed, (float(off.max()), clip.params)
+
+
+def test_a_batch_gives_the_bits_of_its_clips(launches: list[str]) -> None:
+    config = TransformConfig(size=(20, 33), dtype="float32")
+    together, alone = batch_of(12, config, colors=True), batch_of(12, config, colors=True)
+    transform = ClipTransform(config, 3)
+    transform.apply_batch(together)
+    for a, b in zip(together, alone, strict=True):
+        transform.apply(b.planes, b.info, b.params, b.frame_map, b.out)
+        assert torch.equal(a.out, b.out)
+
+
+def test_what_needs_another_way_is_left(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clips whose colours need more than a pixel, blended ones and too long lines, beside one that fits."""
+    config = TransformConfig(size=(12, 5), dtype="float32")
+    info, planes = make_info(60, 44), make_planes(make_format(60, 44, nv=True), 4)
+    plain, transform = whole(info.display_size), ClipTransform(config, 2)
+    wide = make_planes(make_format(3000, 20), 4), make_info(3000, 20)
+    clips = [
+        ClipInput(planes, info, plain, [0, 1], torch.zeros(transform.clip_shape)),
+        ClipInput(planes, info, replace(plain, color=(ColorOp("sharpness", 2.0),)), [0, 1], torch.zeros(transform.clip_shape)),
+        ClipInput(planes, info, plain, [0, 1, 2, 3], torch.zeros(transform.clip_shape), blend=[0.5, 0.25]),
+        ClipInput(*wide, whole((20, 3000)), [1, 2], torch.zeros(transform.clip_shape)),
+    ]
+    left = fuse.Fuser(config, transform._scale, torch.float32).make(clips)
+    assert [id(clip) for clip in left] == [id(clip) for clip in clips[1:]]
+    assert launches == ["resize_u8_float32"]
+    transform.apply_batch(clips)
+    for clip in clips:
+        assert float((clip.out - _reference(clip, config, monkeypatch)).abs().max()) < UNIT / min(config.std)
+
+
+def test_each_frame_with_draws_of_its_own(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TransformConfig(preset="kinetics_train", size=(20, 17), dtype="float32", draws="frame", erasing={"p": 0.5})
+    info, planes = make_info(60, 44, rotation=90), make_planes(make_format(60, 44, nv=True), 4)
+    transform = ClipTransform(config, 4)
+    params = transform.draw(info, np.random.default_rng(3))
+    clip = ClipInput(planes, info, params, [3, 1, 0, 2], torch.zeros(transform.clip_shape))
+    transform.apply_batch([clip])
+    assert launches == ["resize_u8_float32", "color_float32"]
+    assert float((clip.out - _reference(clip, config, monkeypatch)).abs().max()) < 20 * UNIT / min(config.std)
+
+
+def test_slots_of_a_batch_in_any_memory_order(launches: list[str]) -> None:
+    form, info = make_format(50, 43, nv=True), make_info(50, 43)
+    config = TransformConfig(size=(11, 13), dtype="float32")
+    for color in ((), (ColorOp("contrast", 0.5), ColorOp("contrast", 1.0))[:1]):
+        transform = ClipTransform(config, 2)
+        batch = torch.full((13, 2, 3, 2, 11), -9.0)
+        slot = batch[:, 1].permute(1, 2, 3, 0)
+        params = replace(random_params(np.random.default_rng(0), info.display_size), color=color)
+        planes = make_planes(form, 2)
+        transform.apply(planes, info, params, [1, 0], slot)
+        assert torch.equal(slot, run(config, planes, info, params, [1, 0]))
+        assert bool((batch[:, 0] == -9).all())
+
+
+@pytest.mark.parametrize(
+    ("size", "antialias", "serves"),
+    [
+        ((20, 20), True, True),
+        ((48, 30), True, True),
+        ((96, 128), True, True),
+        ((96, 128), False, True),
+        ((20, 20), False, False),
+    ],
+)
+def test_what_shrinks_without_antialias_is_left_to_textures(size: tuple[int, int], antialias: bool, serves: bool) -> None:
+    form, info = make_format(64, 48), make_info(64, 48)
+    layout = resize.layout_of(geometry(info, form, whole(info.display_size), size, antialias=antialias))
+    assert (layout is not None) == serves
+
+
+@pytest.mark.parametrize(("width", "height", "serves"), [(7680, 48, True), (48, 7680, True), (30000, 48, False)])
+def test_lines_too_long_for_a_warp_are_left_to_textures(width: int, height: int, serves: bool) -> None:
+    form, info = make_format(width, height), make_info(width, height)
+    assert (resize.layout_of(geometry(info, form, whole(info.display_size), (70, 70))) is not None) == serves
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_colours_equal_those_of_torch(launches: list[str], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ops, clamp = drawn_ops(rng), bool(rng.integers(2))
+    frames, height, width = (int(n) for n in rng.integers(1, (4, 60, 90)))
+    rgb = torch.from_numpy(rng.random((frames, 3, height, width), np.float32))
+    dtype = (torch.float32, torch.float32, torch.bfloat16, torch.uint8)[seed % 4]
+    scale = (np.full(3, 255.0), np.zeros(3)) if dtype == torch.uint8 else (rng.uniform(1, 5, 3), rng.uniform(-2, 2, 3))
+    out = torch.zeros((frames, height, width, 3), dtype=dtype).permute(0, 3, 1, 2)
+    expected = torch.zeros_like(out)
+    store(adjust(rgb.clone(), ops, clamp=clamp), scale, expected)
+    finish.finish(rgb, ops, tuple(np.concatenate(scale).tolist()), out, clamp=clamp)
+    assert ("color_sums" in launches) == any(op.name == "contrast" for op in ops)
+    off = (out.double() - expected.double()).abs() / (1.0 if dtype == torch.uint8 else max(scale[0]))
+    limit = {torch.float32: 2e-5, torch.bfloat16: 2**-7, torch.uint8: 1.0}[dtype]
+    assert float((off > limit).double().mean()) <= (0.02 if steep(ops) else 0.0), (float(off.max()), ops)
+
+
+def test_colours_that_need_more_than_a_pixel_are_left_to_torch() -> None:
+    assert finish.serves([])
+    assert finish.serves([ColorOp("contrast", 0.5), ColorOp("hue", 0.1)])
+    assert not finish.serves([ColorOp("contrast", 0.5), ColorOp("contrast", 0.5)])
+    for name in ("sharpness", "autocontrast", "equalize"):
+        assert not finish.serves([ColorOp(name)])  # type: ignore[arg-type]
