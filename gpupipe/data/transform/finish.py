@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,10 +28,12 @@ _STEPS = struct.Struct(f"={MAX_STEPS}f{MAX_STEPS}B2i")
 STEPS_BYTES = _STEPS.size
 _CLIP = struct.Struct(f"=3Q4q6f{STEPS_BYTES}s6i")
 BATCH = np.dtype([("bytes", f"V{MAX_CLIPS * _CLIP.size + 8}")])
+_NO_STEPS = [_STEPS.pack(*(0,) * (2 * MAX_STEPS + 1), clamp) for clamp in (False, True)]
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 
-class Clip(NamedTuple):
+@dataclass(slots=True)
+class Clip:
     """RGB of one clip, and what is to become of it. All clips of a launch are of one size."""
 
     rgb: int
@@ -62,6 +65,8 @@ def serves(ops: Sequence[ColorOp]) -> bool:
 def pack_steps(ops: Sequence[ColorOp], *, clamp: bool) -> bytes:
     """Changes of colour, such that :func:`serves` them, as the kernels take them; ``clamp``: RGB is held within [0, 1] after
     each."""
+    if not ops:
+        return _NO_STEPS[clamp]
     rest = (0,) * (MAX_STEPS - len(ops))
     return _STEPS.pack(*[op.value for op in ops], *rest, *[_NUMBERS[op.name] for op in ops], *rest, len(ops), clamp)
 
@@ -99,8 +104,8 @@ def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], 
     )  # fmt: skip
     if "contrast" in names:
         before = pack_steps(ops[: names.index("contrast")], clamp=clamp)
-        clip = clip._replace(sums_a_frame=sums.shape[1])
-        packed, grid = pack([clip._replace(steps=before)])
+        clip.sums_a_frame = sums.shape[1]
+        packed, grid = pack([replace(clip, steps=before)])
         launch(_kernel("color_sums"), grid, (THREADS, 1, 1), (packed,), shared_bytes=4 * THREADS)
     make([clip], out.dtype)
 

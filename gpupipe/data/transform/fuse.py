@@ -77,7 +77,7 @@ class Fuser:
         """Makes them on the current stream, the same bits every time; gives those that must be made in another way."""
         left: list[ClipInput] = []
         jobs: list[resize.Clip] = []
-        colored: list[tuple[int, finish.Clip]] = []
+        colored: list[tuple[resize.Clip, finish.Clip]] = []
         room = 0
         for clip in clips:
             made = self._jobs(clip)
@@ -85,24 +85,24 @@ class Fuser:
                 left.append(clip)
                 continue
             for job, after in made:
-                if after is not None:
-                    frames, (height, width) = after.frames, after.size
-                    job = job._replace(out=room, sums=room + _aligned(frames * CHANNELS * height * width * job.item_bytes))
-                    room = _aligned(job.sums + 4 * frames * job.layout.bands * job.layout.strips)
-                    colored.append((len(jobs), after))
                 jobs.append(job)
-        finishing: list[finish.Clip] = []
+                if after is not None:
+                    colored.append((job, after))
+                    height, width = after.size
+                    job.out = room
+                    job.sums = room + _aligned(after.frames * CHANNELS * height * width * job.item_bytes)
+                    room = _aligned(job.sums + 4 * after.frames * after.sums_a_frame)
         if colored:
             scratch = torch.empty(room, dtype=torch.uint8, device=clips[0].out.device)
             base = scratch.data_ptr()
-            for number, after in colored:
-                job = jobs[number]
-                jobs[number] = job = job._replace(out=base + job.out, sums=base + job.sums)
-                finishing.append(after._replace(rgb=job.out, sums=job.sums))
+            for job, after in colored:
+                job.out += base
+                job.sums += base
+                after.rgb, after.sums = job.out, job.sums
         if jobs:
             resize.make(jobs, self._dtype)
-        if finishing:
-            finish.make(finishing, self._dtype)
+        if colored:
+            finish.make([after for _, after in colored], self._dtype)
         return left
 
     def _jobs(self, clip: ClipInput) -> list[tuple[resize.Clip, finish.Clip | None]] | None:

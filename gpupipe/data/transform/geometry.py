@@ -17,6 +17,7 @@ mirroring output indices and exchanging the axes.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -162,32 +163,45 @@ def geometry(
     """
     if (planes.height, planes.width) != (info.height, info.width):
         raise GraphError(f"planes of {planes.width}x{planes.height} for a video of {info.width}x{info.height}", path=info.path)
-    transposed = info.rotation in (90, 270)
-    # Whether a display axis runs against its stored axis, for display rows and display columns.
-    against = {0: (False, False), 90: (False, True), 180: (True, True), 270: (True, False)}[info.rotation]
+    crop, bounds, flips = params.crop, params.bounds, (params.vflip, params.hflip)
     axes = []
-    for k, extent in enumerate(info.display_size):
-        start, length, low, span = params.crop[k], params.crop[k + 2], params.bounds[k], params.bounds[k + 2]
+    for k, side in enumerate(
+        _sides(planes.width, planes.height, planes.chroma_width, planes.chroma_height, info.rotation, info.chroma_location)
+    ):
+        extent, against, chroma_size, chroma_step, chroma_offset = side
+        start, length, low, span = crop[k], crop[k + 2], bounds[k], bounds[k + 2]
         slack = 1e-6 * extent  # a window's ends are quotients, so they may miss the frame's edge by a rounding error
         inside = low - slack <= start and start + length <= low + span + slack
         if not (0 <= low < low + span <= extent and length > 0 and inside):
             raise GraphError(
-                f"crop {params.crop} within {params.bounds} does not fit a displayed frame of {info.display_size}",
-                path=info.path,
+                f"crop {crop} within {bounds} does not fit a displayed frame of {info.display_size}", path=info.path
             )
-        if against[k]:
+        if against:
             start, low = extent - start - length, extent - low - span
-        along_rows = (k == 0) != transposed
-        chroma_size = planes.chroma_height if along_rows else planes.chroma_width
-        factor = _subsampling(extent, chroma_size)
-        cosited = info.chroma_location == "topleft" or (info.chroma_location == "left" and not along_rows)
         scale = length / size[k]
+        support = scale if antialias and scale > 1 else 1.0
         axes.append(
             Axis(
-                start=start, scale=scale, support=max(1.0, scale) if antialias else 1.0, low=low, high=low + span,
-                outputs=size[k], mirror=against[k] != (params.vflip, params.hflip)[k], chroma_size=chroma_size,
-                chroma_step=1 / factor, chroma_offset=0.0 if cosited else (factor - 1) / 2,
-                filter=filter, antialias=antialias,
+                start, scale, support, low, low + span, size[k], against != flips[k], chroma_size, chroma_step, chroma_offset,
+                filter, antialias,
             )
         )  # fmt: skip
-    return Geometry(axes[1], axes[0], True) if transposed else Geometry(axes[0], axes[1], False)
+    return Geometry(axes[1], axes[0], True) if info.rotation in (90, 270) else Geometry(axes[0], axes[1], False)
+
+
+@functools.lru_cache(maxsize=256)
+def _sides(
+    width: int, height: int, chroma_width: int, chroma_height: int, rotation: int, chroma_location: str
+) -> tuple[tuple[int, bool, int, float, float], ...]:
+    """For display rows and display columns: samples, whether they run against their stored axis, chroma samples, chroma samples
+    a luma sample, and the luma position of chroma sample 0."""
+    turned = rotation in (90, 270)
+    against = {0: (False, False), 90: (False, True), 180: (True, True), 270: (True, False)}[rotation]
+    sides = []
+    for k in (0, 1):
+        along_rows = (k == 0) != turned
+        extent, chroma_size = (height, chroma_height) if along_rows else (width, chroma_width)
+        factor = _subsampling(extent, chroma_size)
+        cosited = chroma_location == "topleft" or (chroma_location == "left" and not along_rows)
+        sides.append((extent, against[k], chroma_size, 1 / factor, 0.0 if cosited else (factor - 1) / 2))
+    return tuple(sides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,8 @@ class Layout(NamedTuple):
     shared_bytes: int
 
 
-class Clip(NamedTuple):
+@dataclass(slots=True)
+class Clip:
     """One clip to make."""
 
     planes: Planes
@@ -197,7 +199,8 @@ def _pieces(clip: Clip) -> list[Clip]:
         return [clip]
     item, sums = clip.item_bytes, 4 * clip.layout.bands * clip.layout.strips
     return [
-        clip._replace(
+        replace(
+            clip,
             frame_map=clip.frame_map[begin : begin + MAX_FRAMES],
             out=clip.out + begin * item * clip.strides[0],
             sums=clip.sums + begin * sums,
