@@ -38,7 +38,7 @@ constexpr int kSpan = 32 * kWide;     // samples of a row that a warp reads at o
 template <typename Word>              // rows that a lane reads before it uses the first
 constexpr int kLoads = CLIP_LOADS / static_cast<int>(sizeof(Word));
 constexpr int kMaxClips = 8;
-constexpr int kMaxFrames = 480;
+constexpr int kMaxFrames = 552;
 
 enum Target { kFinished, kUnit, kFloat };
 
@@ -46,8 +46,8 @@ struct ClipJob {
   unsigned long long planes;  // address of the first frame
   unsigned long long out;     // of the pixel made of the first rows and columns
   unsigned long long sums;    // (frames, bands * strips) float32: of the greys
-  long long stride_time, stride_channel, stride_row, stride_column;  // of out, in elements, along the stored axes
-  long long frame_samples;                                           // from one frame to the next
+  long long frame_samples;    // from one frame to the next
+  int stride_time, stride_channel, stride_row, stride_column;  // of out, in elements, along the stored axes
   Axis rows, columns;       // not mirrored
   float matrix[12];         // (3, 4): sample codes to RGB in [0, 1]
   float gain[3], bias[3];   // value = RGB * gain + bias
@@ -71,7 +71,7 @@ struct Batch {
   int first_block[kMaxClips + 1];  // of each clip
   short source[kMaxFrames];        // frame in planes
 };
-static_assert(sizeof(ClipJob) == 384, "gpupipe/data/transform/resize.py packs this struct");
+static_assert(sizeof(ClipJob) == 368, "gpupipe/data/transform/resize.py packs this struct");
 static_assert(sizeof(Batch) <= 4096, "as large as an argument may be");
 
 // Eight samples of one row. A sample is below 2^16, so as the low bits of 2^23's float it is exact, and taking 2^23 off leaves it:
@@ -108,8 +108,10 @@ __device__ __forceinline__ void sum_down(const Word* at, int pitch, const float*
   for (int first = 0; first < count; first += kLoads) {
     decltype(eight_of(at)) eights[kLoads];
 #pragma unroll
-    for (int k = 0; k < kLoads; ++k)
-      if (first + k < count) eights[k].load(at + static_cast<long long>(first + k) * pitch);
+    for (int k = 0; k < kLoads; ++k) {
+      if (first + k < count) eights[k].load(at);
+      at += pitch;
+    }
 #pragma unroll
     for (int k = 0; k < kLoads; ++k) {
       if (first + k >= count) break;
@@ -215,7 +217,7 @@ __device__ __forceinline__ void sum_row(const ClipJob& clip, const Tables& t, co
   const Step step = t.steps[row];
   float sum[kWide];
   if (lane.has_luma) {
-    const Word* at = lane.luma + static_cast<long long>(step.first) * clip.pitch;
+    const Word* at = lane.luma + step.first * clip.pitch;
     const float* weights = t.row_luma + step.weights;
 #pragma unroll
     for (int i = 0; i < kWide; ++i) {
@@ -231,7 +233,7 @@ __device__ __forceinline__ void sum_row(const ClipJob& clip, const Tables& t, co
     to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
   }
   if (lane.has_chroma) {
-    const Word* at = lane.chroma + static_cast<long long>(step.chroma_first) * clip.pitch;
+    const Word* at = lane.chroma + step.chroma_first * clip.pitch;
 #pragma unroll
     for (int i = 0; i < kWide; ++i) sum[i] = 0.f;
     sum_down<false>(at, clip.pitch, t.row_chroma + row * clip.row_chroma_taps, step.chroma_count, sum, next);
@@ -247,7 +249,7 @@ __device__ __forceinline__ void sum_row(const ClipJob& clip, const Tables& t, co
 }
 
 template <typename Out>
-__device__ __forceinline__ void put(Out* at, long long stride_channel, const Rgb& c, const ClipJob& clip) {
+__device__ __forceinline__ void put(Out* at, int stride_channel, const Rgb& c, const ClipJob& clip) {
   store(at, c.r * clip.gain[0] + clip.bias[0]);
   store(at + stride_channel, c.g * clip.gain[1] + clip.bias[1]);
   store(at + 2 * stride_channel, c.b * clip.gain[2] + clip.bias[2]);
@@ -256,7 +258,7 @@ __device__ __forceinline__ void put(Out* at, long long stride_channel, const Rgb
 // A strip's outputs of some rows, out of the sums down; gives the sum of the greys of those that this lane makes.
 template <typename Out>
 __device__ __forceinline__ float finish_rows(const ClipJob& clip, const Tables& t, const float* luma, const float* chroma, int lane,
-                                             int columns, long long at, int rows) {
+                                             int columns, int at, int rows) {
   float greys = 0.f;
 #pragma unroll 1
   for (int column = lane; column < columns; column += 32) {
@@ -297,7 +299,7 @@ __device__ __forceinline__ float finish_rows(const ClipJob& clip, const Tables& 
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       if (row >= rows) break;
-      const long long place = at + row * clip.stride_row + column * clip.stride_column;
+      const int place = at + row * clip.stride_row + column * clip.stride_column;
       if (clip.target == kFinished) {
         put(reinterpret_cast<Out*>(clip.out) + place, clip.stride_channel, pixels[row], clip);
         continue;
@@ -360,7 +362,7 @@ __device__ __forceinline__ void make_clips(const Batch& batch) {
 #pragma unroll 1
       for (int slot = 0; slot < some; ++slot) sum_row(clip, t, at, row + slot, slot, next);
       __syncwarp();
-      const long long place =
+      const int place =
           frame * clip.stride_time + (first_row + row) * clip.stride_row + first_column * clip.stride_column;
       greys += finish_rows<Out>(clip, t, luma - luma_begin, chroma - 2 * chroma_begin, lane, columns, place, some);
       __syncwarp();

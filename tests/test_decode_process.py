@@ -221,8 +221,6 @@ def test_helpers_work_ahead_and_change_no_bit(paths: list[Path], two_kinds: None
             assert [batch.index for batch in found] == list(range(len(expected)))
         helped = {Path(clip.path).name for batch in found for clip in batch.clips if clip.decoder == "cpu"}
         assert helped & {"h264.mp4", "vp9.webm"}
-        assert loader._job.helping is not None
-        assert loader._job.helping.count == 2
 
 
 def test_what_helpers_cannot_do_is_the_hardwares(
@@ -263,7 +261,7 @@ def test_a_helper_that_is_stuck_holds_up_no_batch(
 
     monkeypatch.setattr(DecodeProcess, "decode", stuck)
     monkeypatch.setattr("gpupipe.data.pipeline._GRACE_SECONDS", 0.1)
-    options = {**AHEAD, "decode": {"cpu_workers": 2, "limit_seconds": 10.0}}
+    options = {**AHEAD, "decode": {"cpu_workers": 2, "limit_seconds": 3.0}}
     try:
         with VideoLoader(many, **options) as loader:
             found = [batch.video for batch in loader]

@@ -126,6 +126,24 @@ def test_a_full_buffer_has_no_room_until_one_is_taken() -> None:
     assert (jitter.occupancy, jitter.in_flight) == (1, 2)
 
 
+def test_there_may_be_room_further_ahead_for_those_who_ask() -> None:
+    jitter = buffer(2)
+    assert [jitter.reserve(), jitter.reserve(), jitter.reserve(), jitter.reserve(1), jitter.reserve(1)] == [0, 1, None, 2, None]
+    assert (jitter.behind, jitter.taken) == (True, 0)
+    jitter.put(1, "b")
+    assert jitter.behind, "the first one is not there"
+    jitter.put(0, "a")
+    assert not jitter.behind
+    assert jitter.take() == "a"
+    assert (jitter.behind, jitter.taken) == (False, 1)
+    assert jitter.reserve() is None, "two are in flight that were there before"
+    as_they_come: JitterBuffer[str] = JitterBuffer(2, Telemetry(), in_order=False)
+    reserved(as_they_come), reserved(as_they_come)
+    assert as_they_come.behind
+    as_they_come.put(1, "b")
+    assert not as_they_come.behind
+
+
 def test_a_later_batch_waits_for_the_earlier_one() -> None:
     jitter = buffer(3)
     first, second = reserved(jitter), reserved(jitter)

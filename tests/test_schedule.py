@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from simulated import Clip, Machine
 
+from gpupipe.config import LoaderConfig
 from gpupipe.data.decode import Decoder, Helping, Schedule
 from gpupipe.data.decode import helping as helping_room
 from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.transform import ClipTransform
+from gpupipe.data.visit import further_batches
 from gpupipe.telemetry import Telemetry
 
 
@@ -430,3 +433,28 @@ def test_helpers_that_die_or_are_stuck_hold_up_no_batch(seed: int) -> None:
         assert len(machine.delivered) == 375
         assert all(ours < 1.02 * theirs + 0.2 for ours, theirs in zip(machine.delivered, alone.delivered, strict=True))
     assert dying.delivered[-1] < 0.9 * alone.delivered[-1]
+
+
+@pytest.mark.parametrize(("seconds", "faster"), [(0.1, 1.2), (0.13, 1.1), (0.16, 1.0), (0.3, 1.0)])
+def test_a_consumer_gets_what_it_has_use_for(seconds: float, faster: float) -> None:
+    """The hardware makes a batch in 0.148 s. Time in which the consumer is the slow one spoils no measurement."""
+    clips = sequence(3000)
+    alone, helped = Machine(consumer_seconds=seconds), Machine(consumer_seconds=seconds)
+    learnt = Helping(7, helped.clock)
+    assert alone.run(clips) / helped.run(clips, learnt) > 0.98 * faster
+    assert learnt._alone == pytest.approx(54, rel=0.1)
+    assert seconds < 0.2 or len(helped.by_helpers) <= 2
+
+
+def test_the_bound_of_the_look_ahead_is_in_visits_and_bytes() -> None:
+    def further(size: int, **fields: Any) -> int:
+        config = LoaderConfig(batch=size, clip={"frames": 16, **fields}, transform={"size": 224})
+        return further_batches(config, ClipTransform(config.transform, 16))
+
+    clip = 3 * 16 * 224 * 224 * 2
+    assert further(1) == 2**30 // clip == 222
+    assert further(8) == 2**30 // (8 * clip) == 27
+    assert further(64) == 3
+    assert further(512) == 0, "one alone is more than 1 GiB"
+    small = LoaderConfig(batch=8, clip={"frames": 4, "clips_per_video": 2}, transform={"size": 64})
+    assert further_batches(small, ClipTransform(small.transform, 4)) == 256 // 4

@@ -132,7 +132,9 @@ class DecodeConfig(StageConfig):
     thread is given up and replaced."""
     cpu_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = 0
     """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
-    it, where they are fast enough to add; ``auto``: three of four cores. On the CPU: 0 decodes in threads instead."""
+    it, at low priority, as many of them as measurably add; ``auto``: up to three of four cores, less half a core for each NVDEC
+    thread. Helpers work on batches further ahead than ``jitter.depth``. On the CPU: 0 decodes in threads instead, and ``auto``
+    means three of four cores."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 
@@ -141,7 +143,9 @@ class JitterConfig(StageConfig):
     """How many batches are prepared ahead, and in which order they come."""
 
     depth: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Batches in preparation or ready, not yet taken by the consumer."""
+    """Batches in preparation or ready, not yet taken by the consumer. While processes help NVDEC (``decode.cpu_workers``) and
+    the consumer waits for data, there may be more, as many as the helpers' pace asks for: at most so many that they hold 256
+    further visits to videos, and at most 1 GiB of output together."""
     in_order: bool = True
     """False: batches come as they are completed, so that a slow video holds up no other batch. What is in each stays the same;
     their order then depends on timing."""

@@ -145,6 +145,8 @@ class Crew(Generic[Engine, Work]):
             self._watch.join()
         for worker in list(self._workers):
             while worker.thread is not None and worker.thread.ident is not None and worker.thread.is_alive():
+                if worker.given_up:  # by the join before
+                    break
                 begin = time.monotonic()
                 worker.thread.join(self._interval)
                 self._looks += min(1.0, (time.monotonic() - begin) / self._interval)

@@ -201,6 +201,7 @@ class VideoLoader:
         """Counts and durations since the loader was made.
 
         Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
+        ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
         """

@@ -6,6 +6,7 @@ import atexit
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -466,7 +467,11 @@ def _tasks(
                 epoch=epoch,
                 index=position,
             )
-        for place, request in enumerate(requests):
-            yield Task(number, batch, assembly, range(place * clips, (place + 1) * clips), request)
-            number += 1
-        del assembly  # it may be long until there is room, and the batch dropped meanwhile
+        visits = deque(
+            Task(number + place, batch, assembly, range(place * clips, (place + 1) * clips), request)
+            for place, request in enumerate(requests)
+        )
+        number += len(requests)
+        del assembly  # it may be long until the next one is asked for, and the batch dropped meanwhile
+        while visits:
+            yield visits.popleft()

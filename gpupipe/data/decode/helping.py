@@ -40,6 +40,8 @@ _WORTH = 1.01
 """What hardware and helpers must do together, against the hardware alone, for helpers to be of use."""
 _MUCH_SLOWER = 0.95
 """One window below this part of the hardware's own rate is enough to halve the helpers."""
+_OWN_TIME = 0.5
+"""Part of a window in which the consumer must not have been the slow one, or the window says nothing."""
 _LONGEST_PAUSE = 64
 """Windows without helpers at most before they get another chance."""
 _FIRST_CHECK, _LAST_CHECK = 4, 32
@@ -146,7 +148,7 @@ class Helping:
         """The hardware has done a clip; of cost 0 where there was nothing to decode."""
         self._recent.append((self._now(), cost))
         if len(self._recent) >= _FEWEST:
-            seconds = self._recent[-1][0] - self._recent[0][0]
+            seconds = max(0.0, self._recent[-1][0] - self._recent[0][0])
             self.clip_seconds = seconds / (len(self._recent) - 1)
             self._unit_seconds = seconds / (sum(one for _, one in self._recent) - self._recent[0][1] or math.inf)
         self._did(cost)
@@ -163,7 +165,7 @@ class Helping:
 
     def _restart(self, *, settling: bool) -> None:
         self._settling = settling
-        self._since = self._now()
+        self._since, self._opened = self._now(), self.clock()
         self._clips = self._helped = 0
         self._cost = 0.0
 
@@ -177,7 +179,10 @@ class Helping:
         if self._settling and self._clips >= _SETTLE:
             self._restart(settling=False)
         elif not self._settling and self._clips >= _WINDOW:
-            self._judge(self._cost / seconds)
+            if seconds >= _OWN_TIME * (self.clock() - self._opened):
+                self._judge(self._cost / seconds)
+            else:
+                self._restart(settling=False)
 
     def _judge(self, rate: float) -> None:
         before = self.count

@@ -321,7 +321,8 @@ class Schedule(Generic[Task, Work]):
         reach = self._reach()
         if oldest < reach:
             return int(oldest)
-        return "pull" if self._pulled < reach and self._has_room(far=False) else None
+        # At its reach it asks all the same: that there is no room is counted there.
+        return "pull" if self._pulled <= reach and self._has_room(far=False) else None
 
     def _for_helper(self) -> int | Literal["pull"] | None:
         assert self._helping is not None

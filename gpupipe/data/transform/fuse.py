@@ -130,10 +130,10 @@ class Fuser:
         check_planes(planes, info, out.device)
         sampling = geometry(info, planes.format, params, config.size, antialias=config.antialias)
         layout = resize.layout_of(sampling)
-        if layout is None:
+        strides = out.stride()
+        if layout is None or not resize.reaches(strides, out.shape):
             return None
         matrix, ops = self._matrix(info, planes.format, params.color)
-        strides = out.stride()
         strides = strides[self._time], strides[self._channel], strides[2], strides[3]
         item = out.element_size()
         address = out.data_ptr() + first * strides[0] * item

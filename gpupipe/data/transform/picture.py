@@ -83,7 +83,8 @@ class Picture:
         size = (int(out.shape[2]), int(out.shape[3]))
         sampling = geometry(info, planes.format, params, size, antialias=self.antialias, filter=self.filter)
         color = Color(matrix, *scale, clamp)
-        layout = resize.layout_of(sampling) if out.is_cuda and out.dtype != torch.float64 else None
+        fused = out.is_cuda and out.dtype != torch.float64 and resize.reaches(out.stride(), out.shape)
+        layout = resize.layout_of(sampling) if fused else None
         if layout is not None:
             numbers = tuple(np.concatenate([matrix.ravel(), *scale]).tolist())
             clip = resize.Clip(

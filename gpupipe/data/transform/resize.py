@@ -18,7 +18,7 @@ from gpupipe.device.module import kernel, launch
 from gpupipe.types import Planes
 
 MAX_CLIPS = 8
-MAX_FRAMES = 480
+MAX_FRAMES = 552
 """Clips and frames of one launch: as many as the argument, which is 4 KB at most, has room for."""
 SHARED_BYTES = 64 * 1024
 """Dynamic shared memory of a block, at most."""
@@ -46,7 +46,7 @@ _TAPS_BYTES = 32
 _STEP_BYTES = 20
 
 _AXIS = "3d2f8i"
-_CLIP = struct.Struct(f"=3Q5q{_AXIS}{_AXIS}18f{STEPS_BYTES}s17i4x")
+_CLIP = struct.Struct(f"=3Qq4i{_AXIS}{_AXIS}18f{STEPS_BYTES}s17i4x")
 CLIP_BYTES = _CLIP.size
 _FIRST_BLOCK = struct.Struct(f"={MAX_CLIPS + 1}i")
 _SOURCE_AT = MAX_CLIPS * CLIP_BYTES + _FIRST_BLOCK.size
@@ -90,7 +90,7 @@ class Clip:
     out: int
     """Address of the first frame's top left pixel."""
     strides: tuple[int, ...]
-    """Of time, channel, row and column, in elements."""
+    """Of time, channel, row and column, in elements; all of the clip lies within 2^31 of them."""
     sums: int = 0
     """Address of (T, bands · strips) float32 for the sums of the greys, where the target is not ``FINISHED``."""
 
@@ -123,6 +123,14 @@ def layout_of(geometry: Geometry) -> Layout | None:
         if shared <= SHARED_BYTES:
             return Layout(band, strip, bands, strips, walks, row_weights, row_taps, row_chroma_taps, column_chroma_taps, shared)
     return None
+
+
+def reaches(strides: Sequence[int], shape: Sequence[int]) -> bool:
+    """Whether the kernel, which counts a clip's elements in 32 bits, gets from its first to its last."""
+    last = 0
+    for stride, size in zip(strides, shape, strict=True):
+        last += stride * (size - 1)
+    return last < 2**31
 
 
 def _most_columns(axis: Axis) -> int:
@@ -242,7 +250,7 @@ def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, frames_
     if columns.mirror:
         out, column = out + (columns.outputs - 1) * column * item, -column
     _CLIP.pack_into(
-        buffer, at, data.data_ptr(), out, clip.sums, time, channel, row, column, frame_samples,
+        buffer, at, data.data_ptr(), out, clip.sums, frame_samples, time, channel, row, column,
         rows.start, rows.scale, rows.support, rows.chroma_step, rows.chroma_offset, rows.low, rows.high, rows.outputs, 0,
         rows.chroma_size, cut.row_taps, 0, 0,
         columns.start, columns.scale, columns.support, columns.chroma_step, columns.chroma_offset, columns.low, columns.high,
