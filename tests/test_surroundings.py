@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -125,8 +126,8 @@ def test_a_thread_that_cannot_start_leaves_none_behind(folder: Path, monkeypatch
         assert len(list(loader)) == 4
 
 
-def test_a_batch_that_was_taken_is_held_by_nobody_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers that wait for room must not keep the memory of the batch that they made last."""
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Assembly]]:
+    """Gets a reference to each batch under construction from now on."""
     made: list[weakref.ref[Assembly]] = []
 
     class Watched(Assembly):
@@ -135,6 +136,30 @@ def test_a_batch_that_was_taken_is_held_by_nobody_else(folder: Path, monkeypatch
             made.append(weakref.ref(self))
 
     monkeypatch.setattr(pipeline, "Assembly", Watched)
+    return made
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_of_an_epoch_that_was_left_do_not_wait_for_garbage_collection(
+    folder: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes seldom in a large process, so that a GPU would fill with half-made batches."""
+    made = watched(monkeypatch)
+    gc.collect()
+    gc.disable()
+    try:
+        with VideoLoader(folder, **SMALL, decode={"threads": 3, "cpu_workers": workers}) as loader:
+            for _ in range(12):
+                next(iter(loader))
+        assert len(made) >= 12
+        assert not any(reference() for reference in made)
+    finally:
+        gc.enable()
+
+
+def test_a_batch_that_was_taken_is_held_by_nobody_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that wait for room must not keep the memory of the batch that they made last."""
+    made = watched(monkeypatch)
     with VideoLoader(folder, **SMALL, jitter={"depth": 2}, decode={"threads": 3}) as loader:
         iterator = iter(loader)
         next(iterator)

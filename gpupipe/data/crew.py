@@ -73,6 +73,11 @@ class Worker(Generic[Engine, Work]):
             self._given_up, self._work = True, None
             return work
 
+    def leave(self) -> None:
+        """Lets go of the work, when the thread ends: the worker may live on in a cycle that only garbage collection finds."""
+        with self._lock:
+            self._work = None
+
     @property
     def given_up(self) -> bool:
         return self._given_up
@@ -168,7 +173,10 @@ class Crew(Generic[Engine, Work]):
 
     def _live(self, worker: Worker[Engine, Work]) -> None:
         self._own.worker = worker
-        self._run(worker)
+        try:
+            self._run(worker)
+        finally:
+            worker.leave()
 
     def _look_around(self) -> None:
         while True:
