@@ -15,7 +15,7 @@ import torch
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
-from gpupipe.data.transform import finish, fuse, kernel, resize, targets
+from gpupipe.data.transform import finish, fuse, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.fuse import ClipInput, Fuser
 from gpupipe.data.transform.params import Box, TransformParams, whole
@@ -62,14 +62,13 @@ class ClipTransform:
             DeviceError: when it cannot be compiled here.
         """
         config = self.config
-        moves = config.affine or config.auto_augment or config.interpolation != "bilinear"
-        colors = config.color_jitter or config.grayscale or config.channel_drop or config.blur
-        if moves or colors:
-            kernel.compile_for(1, torch.float32)  # what is neither sampling nor scaling begins with that
-            resize.compile_for(1, torch.float32)
+        stretches = config.interpolation == "bilinear"
+        if config.color_jitter or config.auto_augment or config.grayscale or config.channel_drop or config.blur:
             finish.compile_for(self.dtype)
-        kernel.compile_for(1, self.dtype)
-        resize.compile_for(1, self.dtype)
+        if config.affine or config.auto_augment or not stretches:
+            move.compile_for(1, self.dtype)
+        if stretches:
+            resize.compile_for(1, self.dtype)
 
     def draw(self, info: VideoInfo, rng: np.random.Generator, clip: int = 0) -> TransformParams:
         """Draws one clip's parameters; generators in equal states give equal ones.
@@ -93,9 +92,10 @@ class ClipTransform:
     def apply_batch(self, clips: Sequence[ClipInput]) -> None:
         """Writes clips into their slots, which are on one device; on CUDA on the current stream.
 
-        There, clips that are cut, resized bilinearly, turned by quarters, flipped and changed in colour pixel by pixel share
-        one launch, or two where one has contrast; eight clips and 552 frames at a time. The others follow one by one. A clip's
-        bits do not depend on what else is in the batch.
+        There, clips that are cut, resized bilinearly, turned by quarters and flipped share one launch, changes of colour that
+        look at one pixel included; so do those that are moved otherwise or have another filter. One more follows where one has
+        contrast. Each has room for eight clips and 552 frames. Blended clips and those with other changes of colour are made
+        one by one. A clip's bits do not depend on what else is in the batch.
 
         Raises:
             GraphError: when a clip's ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.

@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from gpupipe.data.transform import finish, resize
 from gpupipe.data.transform.adjust import fold
 from gpupipe.data.transform.color import rgb_from_codes
-from gpupipe.data.transform.geometry import geometry
 from gpupipe.data.transform.params import ColorOp, TransformParams
-from gpupipe.data.transform.picture import CHANNELS, Scale, check_planes
+from gpupipe.data.transform.picture import CHANNELS, Job, Scale, begin_on_cuda, check_planes, make_on_cuda
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ class Fuser:
     def make(self, clips: Sequence[ClipInput]) -> list[ClipInput]:
         """Makes them on the current stream, the same bits every time; gives those that must be made in another way."""
         left: list[ClipInput] = []
-        jobs: list[resize.Clip] = []
-        colored: list[tuple[resize.Clip, finish.Clip]] = []
+        jobs: list[Job] = []
+        colored: list[tuple[Job, finish.Clip]] = []
         room = 0
         for clip in clips:
             made = self._jobs(clip)
@@ -100,14 +100,14 @@ class Fuser:
                 job.sums += base
                 after.rgb, after.sums = job.out, job.sums
         if jobs:
-            resize.make(jobs, self._dtype)
+            make_on_cuda(jobs, self._dtype)
         if colored:
             finish.make([after for _, after in colored], self._dtype)
         return left
 
-    def _jobs(self, clip: ClipInput) -> list[tuple[resize.Clip, finish.Clip | None]] | None:
+    def _jobs(self, clip: ClipInput) -> list[tuple[Job, finish.Clip | None]] | None:
         """What the first launch has to do, and the second: for the whole clip, or for each frame; None where others must."""
-        if clip.blend or self._config.interpolation != "bilinear" or clip.out.dtype != self._dtype:
+        if clip.blend or clip.out.dtype != self._dtype:
             return None
         params = clip.params
         if not params.frames:
@@ -123,55 +123,53 @@ class Fuser:
 
     def _job(
         self, clip: ClipInput, params: TransformParams, frame_map: Sequence[int], first: int
-    ) -> tuple[resize.Clip, finish.Clip | None] | None:
-        if params.affine is not None or params.blur or not finish.serves(params.color):
+    ) -> tuple[Job, finish.Clip | None] | None:
+        if params.blur or not finish.serves(params.color):
             return None
         config, planes, info, out = self._config, clip.planes, clip.info, clip.out
         check_planes(planes, info, out.device)
-        sampling = geometry(info, planes.format, params, config.size, antialias=config.antialias)
-        layout = resize.layout_of(sampling)
+        matrix, fill, ops = self._matrix(info, planes.format, params.color)
+        begin, sums_a_frame = begin_on_cuda(
+            planes, info, params, out, config.size, fill, filter=config.interpolation, antialias=config.antialias
+        )
         strides = out.stride()
-        if layout is None or not resize.reaches(strides, out.shape):
-            return None
-        matrix, ops = self._matrix(info, planes.format, params.color)
         strides = strides[self._time], strides[self._channel], strides[2], strides[3]
         item = out.element_size()
         address = out.data_ptr() + first * strides[0] * item
         contrast = next((number for number, op in enumerate(ops) if op.name == "contrast"), None)
         if contrast is None:
             steps = finish.pack_steps(ops, clamp=config.clamp)
-            job = resize.Clip(
-                planes, sampling, layout, matrix + self._scale, steps, config.clamp, frame_map, resize.FINISHED, item, address,
-                strides,
-            )  # fmt: skip
+            job = begin(matrix + self._scale, steps, config.clamp, frame_map, resize.FINISHED, item, address, strides)
             return job, None
         height, width = config.size
         target, bytes_a_value, scale = (resize.UNIT, 2, _UNIT_SCALE) if config.clamp else (resize.FLOAT, 4, _FLOAT_SCALE)
         before, steps = (finish.pack_steps(part, clamp=config.clamp) for part in (ops[:contrast], ops[contrast:]))
-        job = resize.Clip(
-            planes, sampling, layout, matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
+        job = begin(
+            matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
             (CHANNELS * height * width, height * width, width, 1),
         )  # fmt: skip
         after = finish.Clip(
-            0, target == resize.FLOAT, 0, layout.bands * layout.strips, steps, self._scale, len(frame_map), config.size,
+            0, target == resize.FLOAT, 0, sums_a_frame, steps, self._scale, len(frame_map), config.size,
             address, strides,
         )  # fmt: skip
         return job, after
 
     def _matrix(
         self, info: VideoInfo, form: PlaneFormat, ops: tuple[ColorOp, ...]
-    ) -> tuple[tuple[float, ...], tuple[ColorOp, ...]]:
-        """(3, 4) from sample codes to RGB, leading changes of colour included where nothing is clamped; the others."""
+    ) -> tuple[tuple[float, ...], Sequence[float], tuple[ColorOp, ...]]:
+        """(3, 4) from sample codes to RGB, and the fill, leading changes of colour included where nothing is clamped; the
+        others."""
         config = self._config
         untagged = {"untagged_matrix": config.untagged_matrix, "untagged_range": config.untagged_range}
         if not config.clamp:
             folded, ops = fold(ops)
-            return tuple((folded @ rgb_from_codes(info, form, **untagged)).ravel().tolist()), ops
+            fill = (folded @ np.array(config.fill)).tolist()
+            return tuple((folded @ rgb_from_codes(info, form, **untagged)).ravel().tolist()), fill, ops
         key = (info.color_matrix, info.color_range, min(info.width, info.height) >= 720, form.bits, form.shift)
         found = self._matrices.get(key)
         if found is None:
             found = self._matrices[key] = tuple(rgb_from_codes(info, form, **untagged).ravel().tolist())
-        return found, ops
+        return found, config.fill, ops
 
 
 def _aligned(size: int) -> int:
