@@ -1,9 +1,9 @@
 """From decoded planes to clips: draw the parameters, fold them, and write the result straight into the batch.
 
 ``draw`` draws ``params``, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference``
-applies that in torch on the CPU. On CUDA ``fuse`` makes the clips of a batch together, colours included, by ``resize`` and
-``finish``. The rest is made clip by clip: sampled by ``reference``, ``resize`` or ``kernel``, then ``affine`` turns and shears,
-``adjust`` changes colours and blurs.
+applies that in torch on the CPU, ``affine`` turns and shears, ``adjust`` changes colours and blurs. On CUDA ``fuse`` makes the
+clips of a batch together by ``resize``, ``move``, ``finish`` and ``gaussian``. What these do not serve is made clip by clip:
+sampled by the same kernels, then changed by ``adjust``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
-from gpupipe.data.transform import finish, fuse, move, resize, targets
+from gpupipe.data.transform import finish, fuse, gaussian, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.fuse import ClipInput, Fuser
 from gpupipe.data.transform.params import Box, TransformParams, whole
@@ -63,8 +63,10 @@ class ClipTransform:
         """
         config = self.config
         stretches = config.interpolation == "bilinear"
-        if config.color_jitter or config.auto_augment or config.grayscale or config.channel_drop or config.blur:
+        if config.color_jitter or config.auto_augment or config.grayscale or config.channel_drop:
             finish.compile_for(self.dtype)
+        if config.blur:
+            gaussian.compile_for(self.dtype)
         if config.affine or config.auto_augment or not stretches:
             move.compile_for(1, self.dtype)
         if stretches:
@@ -93,9 +95,9 @@ class ClipTransform:
         """Writes clips into their slots, which are on one device; on CUDA on the current stream.
 
         There, clips that are cut, resized bilinearly, turned by quarters and flipped share one launch, changes of colour that
-        look at one pixel included; so do those that are moved otherwise or have another filter. One more follows where one has
-        contrast. Each has room for eight clips and 552 frames. Blended clips and those with other changes of colour are made
-        one by one. A clip's bits do not depend on what else is in the batch.
+        look at one pixel included; so do those that are moved otherwise or have another filter. One more follows for those with
+        contrast, and one for those that are blurred. A launch has room for eight clips and 552 frames. Blended clips and those
+        with other changes of colour are made one by one. A clip's bits do not depend on what else is in the batch.
 
         Raises:
             GraphError: when a clip's ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
@@ -191,14 +193,16 @@ class ClipTransform:
                 for t, share in enumerate(blend):
                     rgb[t].lerp_(following[t], share)
                 rgb = rgb.clamp_(0, 1) if config.clamp else rgb
-            if rgb.is_cuda and dtype == torch.float32 and not params.blur and finish.serves(ops):
-                numbers = tuple(np.concatenate(self._scale).tolist())
+            numbers = tuple(np.concatenate(self._scale).tolist())
+            sigma, kernel_size = (params.blur, config.blur.kernel_size) if config.blur is not None else (0.0, 1)
+            if rgb.is_cuda and not sigma and finish.serves(ops):
                 finish.finish(rgb, ops, numbers, out, clamp=config.clamp)
-            else:
-                rgb = adjust(rgb, ops, clamp=config.clamp)
-                if params.blur and config.blur is not None:
-                    rgb = blur(rgb, config.blur.kernel_size, params.blur)
-                store(rgb, self._scale, out)
+                return
+            rgb = adjust(rgb, ops, clamp=config.clamp)
+            if rgb.is_cuda and sigma:
+                gaussian.blur(rgb, kernel_size, sigma, numbers, out)
+                return
+            store(blur(rgb, kernel_size, sigma) if sigma else rgb, self._scale, out)
         else:
             clamp = config.clamp or self.dtype == torch.uint8
             picture.write(params, frame_map, out, folded, config.fill, self._scale, clamp=clamp)
