@@ -218,57 +218,51 @@ struct Plane {
   bool is_chroma, alternates;
 };
 
-// The sums of a plane's samples, those in even and in odd columns apart, for each frame. A strip's ends may lie outside of what is
-// read, and even of the row, but within its pitch: they weigh nothing. Luma and chroma take one loop, not one each, as a kernel is
-// compiled while somebody waits.
+// The sums of `count` of a plane's rows from `row` on, kTable at most, those of samples in even and in odd columns apart, for each
+// frame. A strip's ends may lie outside of what is read, and even of the row, but within its pitch: they weigh nothing. Luma and
+// chroma take one loop, not one each, as a kernel is compiled while somebody waits.
 template <typename Word, int kCount>
-__device__ __forceinline__ void sum_plane(const MoveJob& job, const Pixel<Word, kCount>& pixel, const Plane& plane,
-                                          float (&even)[kCount], float (&odd)[kCount]) {
-  const Taps &rows = pixel.rows, &columns = pixel.columns;
+__device__ __forceinline__ void sum_rows(const MoveJob& job, const Pixel<Word, kCount>& pixel, const Plane& plane, int row, int count,
+                                         float (&even)[kCount], float (&odd)[kCount]) {
+  const Taps& columns = pixel.columns;
   const int step = plane.alternates ? 2 : 1;  // samples of a row for one of a plane
-  const int begin_row = plane.is_chroma ? rows.chroma_first : rows.first;
-  const int end_row = plane.is_chroma ? rows.chroma_end : rows.end;
   const int begin = (step * (plane.is_chroma ? columns.chroma_first : columns.first)) & ~(kWide - 1);
   const int end = step * (plane.is_chroma ? columns.chroma_end : columns.end);
   float* column_table = pixel.table + kTable * kThreads;
 #pragma unroll
   for (int frame = 0; frame < kCount; ++frame) even[frame] = odd[frame] = 0.f;
 #pragma unroll 1
-  for (int row = begin_row; row < end_row; row += kTable) {
-    const int count = min(kTable, end_row - row);
+  for (int k = 0; k < count; ++k)
+    pixel.table[k * kThreads] = weight_of(job, job.rows, pixel.rows, row + k, plane.is_chroma);
 #pragma unroll 1
-    for (int k = 0; k < count; ++k)
-      pixel.table[k * kThreads] = weight_of(job, job.rows, rows, row + k, plane.is_chroma);
+  for (int strip = begin; strip < end; strip += kWide) {
 #pragma unroll 1
-    for (int strip = begin; strip < end; strip += kWide) {
-#pragma unroll 1
-      for (int i = 0; i < kWide; i += step) {
-        const float weight = weight_of(job, job.columns, columns, (strip + i) / step, plane.is_chroma);
-        column_table[i * kThreads] = weight;
-        if (plane.alternates) column_table[(i + 1) * kThreads] = weight;
-      }
-      float sums[kCount][kWide] = {};
-      int at = (plane.first_row + row) * job.pitch + strip;
+    for (int i = 0; i < kWide; i += step) {
+      const float weight = weight_of(job, job.columns, columns, (strip + i) / step, plane.is_chroma);
+      column_table[i * kThreads] = weight;
+      if (plane.alternates) column_table[(i + 1) * kThreads] = weight;
+    }
+    float sums[kCount][kWide] = {};
+    int at = (plane.first_row + row) * job.pitch + strip;
 #pragma unroll 2
-      for (int k = 0; k < count; ++k) {
-        const float weight = pixel.table[k * kThreads];
+    for (int k = 0; k < count; ++k) {
+      const float weight = pixel.table[k * kThreads];
 #pragma unroll
-        for (int frame = 0; frame < kCount; ++frame) {
-          auto four = four_of(pixel.frames[frame]);
-          four.load(pixel.frames[frame] + at);
+      for (int frame = 0; frame < kCount; ++frame) {
+        auto four = four_of(pixel.frames[frame]);
+        four.load(pixel.frames[frame] + at);
 #pragma unroll
-          for (int i = 0; i < kWide; ++i) sums[frame][i] += weight * four.sample(i);
-        }
-        at += job.pitch;
+        for (int i = 0; i < kWide; ++i) sums[frame][i] += weight * four.sample(i);
       }
+      at += job.pitch;
+    }
 #pragma unroll
-      for (int i = 0; i < kWide; i += 2) {
-        const float weight = column_table[i * kThreads], next = column_table[(i + 1) * kThreads];
+    for (int i = 0; i < kWide; i += 2) {
+      const float weight = column_table[i * kThreads], next = column_table[(i + 1) * kThreads];
 #pragma unroll
-        for (int frame = 0; frame < kCount; ++frame) {
-          even[frame] += weight * sums[frame][i];
-          odd[frame] += next * sums[frame][i + 1];
-        }
+      for (int frame = 0; frame < kCount; ++frame) {
+        even[frame] += weight * sums[frame][i];
+        odd[frame] += next * sums[frame][i + 1];
       }
     }
   }
@@ -300,18 +294,23 @@ __device__ __forceinline__ void make_tile(const MoveJob& job, const short* sourc
     pixel.frames[k] =
         reinterpret_cast<const Word*>(job.planes) + source[first_frame + min(k, count - 1)] * job.frame_samples;
 
-  float luma[kCount], u[kCount], v[kCount];
+  float luma[kCount] = {}, u[kCount] = {}, v[kCount] = {};
 #pragma unroll 1
   for (int part = 0; part < (job.interleaved ? 2 : 3); ++part) {
     const bool both = job.interleaved && part == 1;
-    float even[kCount], odd[kCount];
-    sum_plane(job, pixel, {part == 0 ? 0 : part == 1 ? job.u_row : job.v_row, part > 0, both}, even, odd);
+    const Plane plane{part == 0 ? 0 : part == 1 ? job.u_row : job.v_row, part > 0, both};
+    const int end = plane.is_chroma ? rows.chroma_end : rows.end;
+#pragma unroll 1
+    for (int row = plane.is_chroma ? rows.chroma_first : rows.first; row < end; row += kTable) {
+      float even[kCount], odd[kCount];
+      sum_rows(job, pixel, plane, row, min(kTable, end - row), even, odd);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-      const float sum = even[k] + odd[k];
-      if (part == 0) luma[k] = sum;
-      if (part == 1) u[k] = both ? even[k] : sum;
-      if (part == 2 || both) v[k] = both ? odd[k] : sum;
+      for (int k = 0; k < kCount; ++k) {
+        const float sum = even[k] + odd[k];
+        if (part == 0) luma[k] += sum;
+        if (part == 1) u[k] += both ? even[k] : sum;
+        if (part == 2 || both) v[k] += both ? odd[k] : sum;
+      }
     }
   }
 
