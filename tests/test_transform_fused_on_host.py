@@ -1,6 +1,7 @@
 """The kernels that make clips together, compiled for the host, with the Python that packs their arguments.
 
-See tests/test_transform_on_host.py for what that shows and what it does not.
+It runs the kernels' own source, so it finds a wrong index, weight, stride or struct field on machines without a GPU. What it
+cannot show (rounding by fused multiply-add, synchronisation that only a GPU breaks) is left to tests/gpu.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 
 #include "clip_blur.cu"
 
-#define RUN(name)                                                                         \
-  extern "C" int run_##name(const BlurBatch* p, int gx, int gy, int gz, int bx, int by) { \
-    return run_grid<BlurBatch>(name, p, Index{gx, gy, gz}, Index{bx, by});                \
+#define RUN(name)                                                                          \
+  extern "C" void run_##name(const BlurBatch* p, int gx, int gy, int gz, int bx, int by) { \
+    run_grid<BlurBatch>(name, p, Index{gx, gy, gz}, Index{bx, by});                        \
   }
 RUN(blur_float32)
 RUN(blur_float16)

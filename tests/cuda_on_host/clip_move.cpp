@@ -3,9 +3,9 @@
 
 #include "clip_move.cu"
 
-#define RUN(name)                                                                         \
-  extern "C" int run_##name(const MoveBatch* p, int gx, int gy, int gz, int bx, int by) { \
-    return run_grid<MoveBatch>(name, p, Index{gx, gy, gz}, Index{bx, by});                \
+#define RUN(name)                                                                          \
+  extern "C" void run_##name(const MoveBatch* p, int gx, int gy, int gz, int bx, int by) { \
+    run_grid<MoveBatch>(name, p, Index{gx, gy, gz}, Index{bx, by});                        \
   }
 RUN(move_u8_float32)
 RUN(move_u8_float16)

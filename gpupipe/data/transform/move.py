@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from gpupipe.data.transform import affine
 from gpupipe.data.transform.finish import STEPS_BYTES
 from gpupipe.data.transform.geometry import Axis, Filter, geometry
-from gpupipe.data.transform.kernel import CUDA_TYPES
 from gpupipe.data.transform.params import Size, TransformParams, whole
-from gpupipe.device.module import kernel, launch
+from gpupipe.device.module import cuda_type, kernel, launch
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
 
 MAX_CLIPS = 8
@@ -171,7 +170,7 @@ def _entry(sample_bytes: int, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]
     name = f"move_u{8 * sample_bytes}_{str(dtype).removeprefix('torch.')}"
     word = "unsigned char" if sample_bytes == 1 else "unsigned short"
     tuned = f"-DCLIP_TOGETHER={TOGETHER}", *OPTIONS
-    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={CUDA_TYPES[dtype]}", *tuned)
+    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={cuda_type(dtype)}", *tuned)
 
 
 def _launches(clips: Sequence[Clip]) -> Iterator[list[Clip]]:
