@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpupipe.data.transform import finish, fuse, gaussian, move, resize
+from gpupipe.device.texture import TEXEL
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULES = {"resize": resize, "color": finish, "move": move, "blur": gaussian}
 """What packs the arguments of ``cuda_src/clip_NAME.cu``."""
+
+
+class _Texture(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("width", ctypes.c_int), ("rows", ctypes.c_int), ("pitch", ctypes.c_int))
 
 
 def compiled(name: str, folder: Path) -> ctypes.CDLL:
@@ -42,8 +48,19 @@ def send_to_host(libraries: Mapping[str, ctypes.CDLL], monkeypatch: pytest.Monke
         assert shared_bytes <= resize.SHARED_BYTES
         log.append(function)
         packed = ctypes.create_string_buffer(args[0].tobytes(), args[0].itemsize)
-        getattr(libraries[function.split("_")[0]], f"run_{function}")(packed, *grid, *block[:2])
+        outside = getattr(libraries[function.split("_")[0]], f"run_{function}")(packed, *grid, *block[:2])
+        assert "texture" not in function or outside == 0, f"{outside} fetches outside the texture"
 
+    textures: list[_Texture] = []
+
+    def texture_of(frames: torch.Tensor) -> int:
+        count, rows, pitch = frames.shape
+        width = pitch // TEXEL
+        textures.append(_Texture(frames.data_ptr(), width, count * rows, width))
+        return ctypes.addressof(textures[-1])
+
+    monkeypatch.setattr(move, "texture_of", texture_of)
+    monkeypatch.setattr(move, "can_be_textured", lambda frames: frames.shape[2] % TEXEL == 0)
     for module in MODULES.values():
         monkeypatch.setattr(module, "kernel", lambda file, name, options=(): name)
         monkeypatch.setattr(module, "launch", launch)
