@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from gpupipe.data.transform import finish, fuse, gaussian, move, resize
+from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {"resize": resize, "color": finish, "move": move, "blur": gaussian}
+MODULES = {"resize": resize, "color": finish, "move": move, "blur": gaussian, "levels": levels}
 """What packs the arguments of ``cuda_src/clip_NAME.cu``."""
 
 
