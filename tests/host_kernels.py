@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from gpupipe.data.transform import finish, fuse, gaussian, move, resize
+from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize
 from gpupipe.device.texture import TEXEL
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = {"resize": resize, "color": finish, "move": move, "blur": gaussian}
+MODULES = {"resize": resize, "color": finish, "move": move, "blur": gaussian, "levels": levels}
 """What packs the arguments of ``cuda_src/clip_NAME.cu``."""
 
 

@@ -64,6 +64,7 @@ struct float2 {
   float x, y;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline void atomicAdd(int* at, int value) { *at += value; }
 inline double __dmul_rn(double x, double y) { return x * y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
 inline float __saturatef(float x) { return x > 0.f ? min(x, 1.f) : 0.f; }

@@ -25,8 +25,8 @@ from plane_cases import (
 )
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams, affine, gaussian, resize, to_rgb
-from gpupipe.data.transform.adjust import blur
+from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams, affine, gaussian, levels, resize, to_rgb
+from gpupipe.data.transform.adjust import adjust, blur
 from gpupipe.data.transform.params import ColorOp, whole
 from gpupipe.types import Planes
 
@@ -128,6 +128,17 @@ def test_blur_equals_torch(kernel_size: int, sigma: float, dtype: torch.dtype) -
     expected = expected * torch.tensor(gain).view(3, 1, 1) + torch.tensor(bias).view(3, 1, 1)
     limit = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7, torch.uint8: 0.51}[dtype]
     assert float((out.cpu().double() - expected).abs().max()) <= limit
+
+
+@pytest.mark.parametrize("name", levels.KINDS)
+def test_changes_of_whole_frames_equal_torch(name: Any) -> None:
+    """And give the same bits in another run."""
+    op = ColorOp(name, 1.7)
+    rgb = torch.rand((5, 3, 224, 201), generator=torch.Generator().manual_seed(3)).pow(2).cuda() * 0.9
+    for clamp in (True, False):
+        first, second = (levels.change(rgb, [op], clamp=clamp)[0] for _ in range(2))
+        assert torch.equal(first, second)
+        assert float((first - adjust(rgb.clone(), [op], clamp=clamp)).abs().max()) < 1e-5
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 5), (32, 32)])

@@ -3,7 +3,7 @@
 ``draw`` draws ``params``, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference``
 applies that in torch on the CPU, ``affine`` turns and shears, ``adjust`` changes colours and blurs. On CUDA ``fuse`` makes the
 clips of a batch together by ``resize``, ``move``, ``finish`` and ``gaussian``. What these do not serve is made clip by clip:
-sampled by the same kernels, then changed by ``adjust``.
+sampled by the same kernels, then changed by ``levels``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
-from gpupipe.data.transform import finish, fuse, gaussian, move, resize, targets
+from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.fuse import ClipInput, Fuser
 from gpupipe.data.transform.params import Box, TransformParams, whole
@@ -67,6 +67,8 @@ class ClipTransform:
             finish.compile_for(self.dtype)
         if config.blur:
             gaussian.compile_for(self.dtype)
+        if config.auto_augment:
+            levels.compile_for()
         if config.affine or config.auto_augment or not stretches:
             for textured in (True, False):
                 move.compile_for(1, self.dtype, textured=textured)
@@ -117,7 +119,8 @@ class ClipTransform:
 
     def _check(self, clip: ClipInput) -> None:
         out, info, frame_map = clip.out, clip.info, clip.frame_map
-        if out.shape != self.clip_shape or out.dtype not in (self.dtype, torch.float64):
+        dtypes = (self.dtype,) if fuse.takes(out) else (self.dtype, torch.float64)
+        if out.shape != self.clip_shape or out.dtype not in dtypes:
             raise GraphError(
                 f"the transform makes {self.dtype} clips of shape {self.clip_shape}, out is {out.dtype} {tuple(out.shape)}",
                 path=info.path,
@@ -196,13 +199,14 @@ class ClipTransform:
                 rgb = rgb.clamp_(0, 1) if config.clamp else rgb
             numbers = tuple(np.concatenate(self._scale).tolist())
             sigma, kernel_size = (params.blur, config.blur.kernel_size) if config.blur is not None else (0.0, 1)
-            if rgb.is_cuda and not sigma and finish.serves(ops):
-                finish.finish(rgb, ops, numbers, out, clamp=config.clamp)
+            if fuse.takes(rgb):
+                rgb, left = levels.change(rgb, ops, clamp=config.clamp, wholly=sigma > 0)
+                if sigma:
+                    gaussian.blur(rgb, kernel_size, sigma, numbers, out)
+                else:
+                    finish.finish(rgb, left, numbers, out, clamp=config.clamp)
                 return
             rgb = adjust(rgb, ops, clamp=config.clamp)
-            if rgb.is_cuda and sigma:
-                gaussian.blur(rgb, kernel_size, sigma, numbers, out)
-                return
             store(blur(rgb, kernel_size, sigma) if sigma else rgb, self._scale, out)
         else:
             clamp = config.clamp or self.dtype == torch.uint8

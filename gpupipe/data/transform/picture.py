@@ -41,9 +41,7 @@ def check_planes(planes: Planes, info: VideoInfo, device: torch.device) -> None:
 
 
 def store(rgb: torch.Tensor, scale: Scale, out: torch.Tensor) -> None:
-    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range.
-
-    By plain numbers: a tensor of them would have to be copied to the device, and the host would wait for that."""
+    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range."""
     for channel, (gain, bias) in enumerate(zip(*(s.tolist() for s in scale), strict=True)):
         values = rgb[:, channel] * gain + bias
         out[:, channel].copy_(values.round_().clamp_(0, 255) if out.dtype == torch.uint8 else values)
