@@ -15,7 +15,7 @@ struct Axis {
   int max_taps, max_chroma_taps;  // room in the tables of weights
   int unused;
 };
-static_assert(sizeof(Axis) == 64, "gpupipe/data/transform/kernel.py packs this struct");
+static_assert(sizeof(Axis) == 64, "gpupipe/data/transform/resize.py packs this struct");
 
 // One output's samples: luma first ... first + count - 1, and chroma likewise.
 struct Taps {

@@ -13,8 +13,7 @@ import torch
 
 from gpupipe.data.transform.finish import STEPS_BYTES
 from gpupipe.data.transform.geometry import Axis, Geometry
-from gpupipe.data.transform.kernel import CUDA_TYPES
-from gpupipe.device.module import kernel, launch
+from gpupipe.device.module import cuda_type, kernel, launch
 from gpupipe.types import Planes
 
 MAX_CLIPS = 8
@@ -172,7 +171,7 @@ def _entry(sample_bytes: int, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]
     name = f"resize_u{8 * sample_bytes}_{str(dtype).removeprefix('torch.')}"
     word = "unsigned char" if sample_bytes == 1 else "unsigned short"
     shape = f"-DCLIP_WARPS={WARPS}", f"-DCLIP_ROWS={ROWS}", *OPTIONS
-    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={CUDA_TYPES[dtype]}", *shape)
+    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={cuda_type(dtype)}", *shape)
 
 
 def _launches(clips: Sequence[Clip]) -> Iterator[list[Clip]]:
