@@ -1,5 +1,16 @@
-"""``python -m gpupipe``: the same as the command ``gpupipe``."""
+"""The command ``gpupipe``, and ``python -m gpupipe``: guarded against Ctrl-C from before the first slow import."""
 
-from gpupipe.cli import main
+from __future__ import annotations
 
-main()
+
+def main() -> None:
+    """Runs the command line; see :func:`gpupipe.cli.main`."""
+    try:
+        from gpupipe.cli import main as run
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    run()
+
+
+if __name__ == "__main__":
+    main()

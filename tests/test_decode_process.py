@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -92,15 +95,27 @@ def test_errors_keep_their_kind(clips: dict[str, Path], tmp_path: Path, process:
     assert len(helpers()) == 1, "an error is no reason to end the process"
 
 
-def test_a_process_that_dies_is_an_error_and_the_next_plan_gets_another(clips: dict[str, Path], process: DecodeProcess) -> None:
+def test_a_process_that_dies_is_replaced_and_one_that_dies_twice_is_an_error(
+    clips: dict[str, Path], process: DecodeProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     index = indices.load(str(clips["h264"]))
     plan = make_plan(index, [5])
     process.decode(index, plan)
     (child,) = helpers()
     os.kill(child.pid, signal.SIGKILL)
     child.wait(5)
-    with pytest.raises(DecodeError, match="process that decoded it ended"):
-        process.decode(index, plan)
+    assert same(process.decode(index, plan), cpu.decode(index, plan))
+    start = DecodeProcess._start
+
+    def dying(self: DecodeProcess, stop: Any) -> Any:
+        child, file = start(self, stop)
+        child.kill()
+        return child, file
+
+    with monkeypatch.context() as context:
+        context.setattr(DecodeProcess, "_start", dying)
+        with pytest.raises(DecodeError, match="process that decoded it ended, twice"):
+            process.decode(index, plan)
     assert same(process.decode(index, plan), cpu.decode(index, plan))
 
 
@@ -234,15 +249,14 @@ def test_what_helpers_cannot_do_is_the_hardwares(
     """Whatever becomes of a helper: which clips are in a batch must not depend on it."""
     many = paths * 8
     expected = batches(VideoLoader(many, device="cpu", **OPTIONS))
-    decode = DecodeProcess.decode
+    ask = DecodeProcess._ask
 
-    def dying(self: DecodeProcess, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
-        if index.info.path.endswith(("h264.mp4", "vp9.webm")):
-            (child,) = [child for child in helpers() if self._child is not None and child.pid == self._child._process.pid]  # type: ignore[union-attr]
-            child.kill()
-        return decode(self, index, plan, stop)
+    def dying(self: DecodeProcess, request: dict[str, Any], stop: Any) -> Any:
+        if request["identity"]["path"].endswith(("h264.mp4", "vp9.webm")):
+            self._start(stop)[0].kill()
+        return ask(self, request, stop)
 
-    monkeypatch.setattr(DecodeProcess, "decode", dying)
+    monkeypatch.setattr(DecodeProcess, "_ask", dying)
     with VideoLoader(many, **AHEAD) as loader:
         for _ in range(_EPOCHS):
             loader.set_epoch(0)
@@ -473,3 +487,50 @@ def test_work_that_hears_is_ended_by_the_limit_without_giving_up_its_thread(
         assert slow not in batch.paths
         assert f"{slow}: a visit to it took longer than 0.5 s" in loader.bad_files[slow]
         assert "threads_given_up" not in loader.stats()
+
+
+def test_a_loader_that_is_dropped_leaves_no_process(paths: list[Path]) -> None:
+    """Without a garbage collection, which may be long in coming."""
+    gc.collect()
+    gc.disable()
+    try:
+        for batch in VideoLoader(paths * 2, device="cpu", **{**OPTIONS, "decode": {"cpu_workers": 2}}):
+            assert len(batch.clips)
+            assert helpers()
+            break
+        del batch
+        end = time.monotonic() + 5
+        while helpers() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert not [child for child in helpers() if child.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        gc.enable()
+
+
+def test_a_process_that_somebody_ends_is_replaced_and_no_file_is_blamed(paths: list[Path]) -> None:
+    options = {**OPTIONS, "decode": {"cpu_workers": 1}}
+    expected = batches(VideoLoader(paths * 6, device="cpu", **options))
+    with VideoLoader(paths * 6, device="cpu", **options) as loader:
+        found = []
+        for number, batch in enumerate(loader):
+            found.append(batch.video)
+            if number in (0, 2):
+                for child in helpers():
+                    child.kill()
+        assert not loader.bad_files
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_no_room_for_shared_frames_is_no_fault_of_a_video(paths: list[Path]) -> None:
+    code = (
+        "import resource, sys; from gpupipe import VideoLoader\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+        "loader = VideoLoader(sys.argv[1:], device='cpu', batch=1, clip={'frames': 2}, decode={'cpu_workers': 1})\n"
+        "next(iter(loader))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *map(str, paths)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 1
+    assert "DeviceError" in run.stderr
+    assert "no room for" in run.stderr

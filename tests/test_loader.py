@@ -228,6 +228,16 @@ def test_ranks_are_found_in_the_environment(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", "2")
     with pytest.raises(ConfigError, match="RANK=2 and WORLD_SIZE=2"):
         VideoLoader(folder, **SMALL)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set and RANK is not"):
+        VideoLoader(folder, **SMALL)
+    VideoLoader(folder, **SMALL, world_size=1).close()
+
+
+def test_a_number_of_ranks_alone_does_not_say_which_one_this_is(folder: Path) -> None:
+    """Every process would take the samples of rank 0, and nobody the others."""
+    with pytest.raises(ConfigError, match=r"world_size=4 of 1 rank\(s\) that there are needs rank= too"):
+        VideoLoader(folder, **SMALL, world_size=4)
 
 
 def test_ranks_split_the_batches_of_one(folder: Path) -> None:
@@ -263,7 +273,7 @@ def test_the_last_batch_is_dropped_or_smaller(folder: Path) -> None:
     ("fields", "error", "says"),
     [
         ({"batch": 9}, ConfigError, "8 videos over 1 rank(s) make no full batch of 9"),
-        ({"world_size": 5, "batch": 2}, ConfigError, "8 videos over 5 rank(s)"),
+        ({"rank": 0, "world_size": 5, "batch": 2}, ConfigError, "8 videos over 5 rank(s)"),
         ({"bacth": 2}, ConfigError, "did you mean 'batch'"),
         ({"clip": {"frame": 2}}, ConfigError, "did you mean 'frames'"),
         ({"transform": {"size": 0}}, ConfigError, "TransformConfig.size"),

@@ -208,4 +208,4 @@ def test_numbers_may_be_numpys(folder: Path) -> None:
 
 def test_too_many_ranks_are_told_what_to_do(folder: Path) -> None:
     with pytest.raises(ConfigError, match="at least one video for each rank"):
-        VideoLoader(folder, **SMALL, world_size=100)
+        VideoLoader(folder, **SMALL, rank=0, world_size=100)

@@ -125,7 +125,7 @@ class VideoLoader:
             order=order,
             config=self.config,
             transform=clips,
-            custom=_custom(before, after),
+            custom=_custom(before, after, self.config.transform),
             kinds=kinds,
             device=self.device,
             stream=stream,
@@ -147,6 +147,7 @@ class VideoLoader:
         self._owner = os.getpid()
         self._closed = False
         self._iterating = threading.RLock()  # a signal handler may close the loader amid iter()
+        weakref.finalize(self, self._job.kill).atexit = False
 
     @property
     def dataset(self) -> list[str]:
@@ -193,7 +194,7 @@ class VideoLoader:
             epoch, self._epoch = self._epoch, self._epoch + 1
             groups = group(self._job.order.requests(epoch), self.config)
             self._pipeline = Pipeline(self._job, groups, epoch)
-            iterator = BatchIterator(self._pipeline, self._job)
+            iterator = BatchIterator(self._pipeline, self._job, self)
             self._iterator = weakref.ref(iterator)
         return iterator
 
@@ -249,9 +250,10 @@ class VideoLoader:
 class BatchIterator(Iterator[Batch]):
     """One epoch's iterator. Its end, by exhaustion, ``break``, an error or garbage collection, ends the pipeline's threads."""
 
-    def __init__(self, pipeline: Pipeline, job: Job) -> None:
+    def __init__(self, pipeline: Pipeline, job: Job, loader: VideoLoader) -> None:
         self._pipeline = pipeline
         self._job = job
+        self._loader: VideoLoader | None = loader  # which may have no other name: ``for batch in VideoLoader(…)``
         self._ended: str | None = None
         self._finished = False
         self._owner = os.getpid()
@@ -290,6 +292,7 @@ class BatchIterator(Iterator[Batch]):
     def _finish(self) -> None:
         self._finished = True
         self._pipeline.stop()
+        self._loader = None
         if self._job.bad_files:
             count = len(self._job.bad_files)
             names = ", ".join(sorted(self._job.bad_files)[:10])
@@ -305,6 +308,7 @@ class BatchIterator(Iterator[Batch]):
         if not self._finished and self._ended is None:
             self._ended = why
         self._pipeline.stop()
+        self._loader = None
 
 
 def _forked() -> ClosedError:
@@ -314,11 +318,11 @@ def _forked() -> ClosedError:
     )
 
 
-def _custom(before: UserTransform | None, after: UserTransform | None) -> Custom:
+def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
     for name, function in (("before", before), ("after", after)):
         if function is not None and not callable(function):
             raise ConfigError(f"{name}={function!r} cannot be called", fix="give a function of a Clip")
-    return Custom(before, after)
+    return Custom(before, after, config.untagged_matrix, config.untagged_range)
 
 
 def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
@@ -343,14 +347,18 @@ def _place(config: LoaderConfig) -> tuple[int, int]:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
         given = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+        if "RANK" not in os.environ and given[1] != "1" and config.rank is None and config.world_size != 1:
+            raise ConfigError(f"WORLD_SIZE={given[1]} is set and RANK is not", fix="give rank= and world_size=")
         if not all(number.isdecimal() for number in given) or int(given[0]) >= int(given[1]):
             raise ConfigError(f"RANK={given[0]} and WORLD_SIZE={given[1]} do not fit", fix="give rank= and world_size=")
         rank, ranks = int(given[0]), int(given[1])
     world_size = config.world_size or ranks
     if config.rank is not None:
         rank = config.rank
-    elif world_size != ranks:  # a part of the ranks, or none, counts here: only the user knows which this one is
+    elif world_size == 1:  # each rank has all
         rank = 0
+    elif world_size != ranks:  # only the user knows which of them this one is
+        raise ConfigError(f"world_size={world_size} of {ranks} rank(s) that there are needs rank= too", fix="give both")
     if rank >= world_size:
         raise ConfigError(f"rank={rank} needs world_size > {rank}, got {world_size}", fix="give both")
     return rank, world_size

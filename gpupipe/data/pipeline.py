@@ -96,6 +96,11 @@ class Job:
         decoder = self.engines[0].choose(prepared.index).decoder
         return self.clips.find(prepared.index, prepared.plan, decoder)
 
+    def kill(self) -> None:
+        """Ends the processes at once, from any thread, for a loader that was dropped and not closed."""
+        for engine in [*self.engines, *self.helpers]:
+            engine.give_up()
+
     def close(self) -> None:
         """Leaves the decoders to the next loader, and lets go of what is kept."""
         for engine in [*self.engines, *self.helpers]:

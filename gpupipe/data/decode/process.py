@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 from dataclasses import asdict
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 120.0
 """How long a process may take to get ready."""
-_ERRORS: dict[str, type[OpenError | DecodeError]] = {"OpenError": OpenError, "DecodeError": DecodeError}
+_ERRORS: dict[str, type[OpenError | DecodeError | DeviceError]] = {
+    "OpenError": OpenError,
+    "DecodeError": DecodeError,
+    "DeviceError": DeviceError,
+}
 
 
 class DecodeProcess:
@@ -96,17 +100,16 @@ class DecodeProcess:
         import torch
 
         path = index.identity.path
-        child, file = self._start(stop)
+        request = {"identity": asdict(index.identity), "frames": plan.frames}
         try:
-            (answer,) = child.ask({"identity": asdict(index.identity), "frames": plan.frames}, stop)
-        except ChildEnded as error:
-            self._drop_child()
-            raise DecodeError(
-                f"{path}: the process that decoded it ended", fix="is the file damaged, or memory short?", path=path
-            ) from error
-        except BaseException:  # an answer that is not taken would be that to the next request
-            self._drop_child()
-            raise
+            answer, file = self._ask(request, stop)
+        except ChildEnded:
+            try:  # somebody may have ended it: that is no fault of the file's, unless it happens again
+                answer, file = self._ask(request, stop)
+            except ChildEnded as error:
+                raise DecodeError(
+                    f"{path}: the process that decoded it ended, twice", fix="is the file damaged, or memory short?", path=path
+                ) from error
         told = json.loads(answer)
         if "error" in told:
             kind = _ERRORS.get(told["error"], DecodeError)
@@ -116,6 +119,16 @@ class DecodeProcess:
         dtype = np.uint8 if layout.sample_bytes == 1 else np.uint16
         samples = np.frombuffer(self._mapped(file.fileno()), dtype, int(np.prod(shape)))
         return Planes(torch.from_numpy(samples.reshape(shape)), layout)
+
+    def _ask(self, request: dict[str, Any], stop: Stop) -> tuple[bytes, IO[bytes]]:
+        """The answer, and the memory shared with the process. Raises ChildEnded, and as :meth:`get_ready`."""
+        child, file = self._start(stop)
+        try:
+            (answer,) = child.ask(request, stop)
+        except BaseException:  # an answer that is not taken would be that to the next request
+            self._drop_child()
+            raise
+        return answer, file
 
     def _mapped(self, file: int) -> mmap.mmap:
         size = os.fstat(file).st_size

@@ -18,7 +18,7 @@ from gpupipe.data.child import serve
 from gpupipe.data.decode.cpu import decode_arrays
 from gpupipe.data.plan import make_plan
 from gpupipe.data.stop import never
-from gpupipe.errors import GpupipeError, OpenError
+from gpupipe.errors import DeviceError, GpupipeError, OpenError
 
 
 class _Shared:
@@ -29,11 +29,21 @@ class _Shared:
         self._map: mmap.mmap | None = None
 
     def allocate(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array in the shared memory, which grows as needed."""
+        """An array in the shared memory, which grows as needed.
+
+        Raises:
+            DeviceError: when there is no room for it.
+        """
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         if self._map is None or len(self._map) < size:
-            os.ftruncate(self._file, size)
-            self._map = mmap.mmap(self._file, size)
+            try:
+                os.ftruncate(self._file, size)
+                self._map = mmap.mmap(self._file, size)
+            except OSError as error:  # no fault of the video
+                raise DeviceError(
+                    f"no room for {size} bytes of decoded frames that two processes share: {error.strerror}",
+                    fix="free memory, raise the limits on memory and file size (ulimit), or set decode.cpu_workers to 0",
+                ) from error
         return np.frombuffer(self._map, dtype, int(np.prod(shape))).reshape(shape)
 
 

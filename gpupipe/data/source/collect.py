@@ -31,6 +31,8 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
         SourceError: when ``videos`` is a path that does not exist, an empty folder, a pattern without matches, an unreadable
             table, or of a type that names no videos.
     """
+    if isinstance(videos, bytes):
+        raise SourceError(f"videos={videos!r} is bytes", fix="give text: os.fsdecode(path)")
     if isinstance(videos, str | os.PathLike | Mapping):
         entries = _one(videos, config, must_exist=True)
     elif isinstance(videos, set | frozenset):
@@ -66,6 +68,8 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
         if not found:
             raise SourceError(f"no file matches {path!r}", fix="check the pattern; ** descends into folders")
         return [Entry(p) for p in found]
+    if must_exist and os.path.exists(path):
+        raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
     if must_exist or path.lower().endswith(TABLES):
         raise SourceError(f"{path} does not exist", fix="check the path; relative ones start at the working directory")
     return [Entry(path)]

@@ -39,10 +39,13 @@ class Custom:
             through 8-bit RGB too: both are a price of the callable.
         after: gets ``clip.video``, the clip's place in the batch, in the batch's layout, dtype and normalisation; gives the
             same shape and dtype.
+        untagged_matrix, untagged_range: as in :class:`gpupipe.TransformConfig`, for the RGB that ``before`` gets.
     """
 
     before: UserTransform | None = None
     after: UserTransform | None = None
+    untagged_matrix: str = "auto"
+    untagged_range: str = "limited"
     _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
     """Whether floats that ``before`` gave were looked at."""
 
@@ -64,7 +67,7 @@ class Custom:
             planes.data if planes.format.sample_bytes == 1 else planes.data.view(torch.int16)
         )  # torch picks signed ones only
         picked = Planes(words[torch.tensor(frames, device=words.device)].view(planes.data.dtype), planes.format)
-        rgb = to_rgb(picked, info)
+        rgb = to_rgb(picked, info, untagged_matrix=self.untagged_matrix, untagged_range=self.untagged_range)
         rgb = rgb[torch.tensor([frames.index(f) for f in frame_map], device=rgb.device)]
         if pick.blend:
             now, following = rgb.float().chunk(2)
@@ -100,22 +103,26 @@ class Custom:
         video = self._call("after", self.after, Clip(slot, info, record.pick, rng, record.params))
         if video is slot:
             return
-        if tuple(video.shape) != transform.clip_shape or video.dtype != transform.dtype:
+        if tuple(video.shape) != transform.clip_shape or video.dtype != transform.dtype or video.device != slot.device:
             raise GraphError(
-                f"after= gave {video.dtype} {tuple(video.shape)}, the batch has {transform.dtype} {transform.clip_shape}",
+                f"after= gave {video.dtype} {tuple(video.shape)} on {video.device}, the batch has {transform.dtype} "
+                f"{transform.clip_shape} on {slot.device}",
                 path=info.path,
             )
         slot.copy_(video)
 
     def _call(self, name: str, function: UserTransform, clip: Clip) -> torch.Tensor:
         try:
-            given = function(clip)
+            with torch.no_grad():  # a batch is data: nothing is learnt through it
+                given = function(clip)
         except Exception as error:
             error.add_note(f"raised by the transform {name}={function!r} for {clip.info.path}")
             raise
         video = clip.video if given is None else given.video if isinstance(given, Clip) else given
         if not isinstance(video, torch.Tensor):
             raise GraphError(f"{name}= gave a {type(video).__name__}, not a tensor, a Clip or None", path=clip.info.path)
+        if video.layout != torch.strided:
+            raise GraphError(f"{name}= gave a tensor of layout {video.layout}, not a dense one", path=clip.info.path)
         return video
 
 
