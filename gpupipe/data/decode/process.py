@@ -49,6 +49,7 @@ class DecodeProcess:
         self._file: IO[bytes] | None = None
         self._map: mmap.mmap | None = None
         self._child: Child | None = None
+        self._killed = False
 
     @property
     def ready(self) -> bool:
@@ -74,10 +75,12 @@ class DecodeProcess:
                 self._file = _nameless_file()
             if self._child is None:
                 self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()], self.nice)
+            if self._killed:  # asked after the child is there to be killed, so that none slips through
+                raise Stopped
             if not self._child.start(lambda: stop() or time.monotonic() - begin > _START_SECONDS):
                 raise OSError("it ended before it was ready")
         except Stopped:
-            if stop():
+            if stop() or self._killed:
                 raise
             self._drop_child()
             raise _no_process(f"it was not ready within {_START_SECONDS:g} s") from None
@@ -142,7 +145,8 @@ class DecodeProcess:
             self._child = None
 
     def kill(self) -> None:
-        """Ends the process at once; from any thread."""
+        """Ends the process at once, and lets no other begin; from any thread."""
+        self._killed = True
         if self._child is not None:
             self._child.kill()
 
