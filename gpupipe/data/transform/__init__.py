@@ -94,7 +94,7 @@ class ClipTransform:
         """Writes clips into their slots, which are on one device; on CUDA on the current stream.
 
         There, clips that are cut, resized bilinearly, turned by quarters, flipped and changed in colour pixel by pixel share
-        one launch, or two where one has contrast; eight clips and 552 frames at a time. The others follow one by one. A clip's
+        one launch, or two where one has contrast; eight clips and 512 frames at a time. The others follow one by one. A clip's
         bits do not depend on what else is in the batch.
 
         Raises:

@@ -68,7 +68,14 @@ def pack_steps(ops: Sequence[ColorOp], *, clamp: bool) -> bytes:
     if not ops:
         return _NO_STEPS[clamp]
     rest = (0,) * (MAX_STEPS - len(ops))
-    return _STEPS.pack(*[op.value for op in ops], *rest, *[_NUMBERS[op.name] for op in ops], *rest, len(ops), clamp)
+    return _STEPS.pack(*[_value(op) for op in ops], *rest, *[_NUMBERS[op.name] for op in ops], *rest, len(ops), clamp)
+
+
+def _value(op: ColorOp) -> float:
+    """An operation's value in the kernels' terms: see ``cuda_src/color.cuh``."""
+    if op.name == "hue":
+        return (6 * op.value - 1) % 6 + 1
+    return 2.0**op.value if op.name == "posterize" else op.value
 
 
 def blocks_of(size: tuple[int, int]) -> int:

@@ -25,7 +25,8 @@ from gpupipe.types import PlaneFormat, Planes, VideoInfo
 if TYPE_CHECKING:
     from gpupipe.config import TransformConfig
 
-_UNIT_SCALE = (65535.0,) * CHANNELS + (0.0,) * CHANNELS
+_UNIT_SCALE = (65535.0,) * CHANNELS + (2.0**23,) * CHANNELS
+"""As ``cuda_src/store.cuh`` wants it: a float from 2^23 on is a whole number, whose lowest 16 bits are kept."""
 _FLOAT_SCALE = (1.0,) * CHANNELS + (0.0,) * CHANNELS
 _ALIGN = 256
 
