@@ -11,7 +11,6 @@ constexpr float kOffset = 1024.f;
 constexpr unsigned int kOffsetHalves = 0x64006400u;
 
 // Four samples: two and two, still as they are. A warp's operand has them in a lane's b0 and b1.
-template <typename Word>
 struct Pairs {
   unsigned int first, second;
 };
@@ -54,11 +53,11 @@ struct Eight {
     const unsigned int four_u = *reinterpret_cast<const unsigned int*>(u), four_v = *reinterpret_cast<const unsigned int*>(v);
     words = {__byte_perm(four_u, four_v, 0x5140u), __byte_perm(four_u, four_v, 0x7362u)};
   }
-  __device__ __forceinline__ Pairs<Word> four(int half) const {
+  __device__ __forceinline__ Pairs four(int half) const {
     const unsigned int word = half == 0 ? words.x : words.y;
     return {__byte_perm(word, kOffsetHalves >> 24, 0x4140u), __byte_perm(word, kOffsetHalves >> 24, 0x4342u)};
   }
-  __device__ __forceinline__ Pairs<Word> alternate(int plane) const {
+  __device__ __forceinline__ Pairs alternate(int plane) const {
     const unsigned int selector = plane == 0 ? 0x4240u : 0x4341u;
     return {__byte_perm(words.x, kOffsetHalves >> 24, selector), __byte_perm(words.y, kOffsetHalves >> 24, selector)};
   }
@@ -74,10 +73,10 @@ struct Eight<unsigned short> {
     words = {__byte_perm(four_u.x, four_v.x, 0x5410u), __byte_perm(four_u.x, four_v.x, 0x7632u),
              __byte_perm(four_u.y, four_v.y, 0x5410u), __byte_perm(four_u.y, four_v.y, 0x7632u)};
   }
-  __device__ __forceinline__ Pairs<unsigned short> four(int half) const {
-    return half == 0 ? Pairs<unsigned short>{words.x, words.y} : Pairs<unsigned short>{words.z, words.w};
+  __device__ __forceinline__ Pairs four(int half) const {
+    return half == 0 ? Pairs{words.x, words.y} : Pairs{words.z, words.w};
   }
-  __device__ __forceinline__ Pairs<unsigned short> alternate(int plane) const {
+  __device__ __forceinline__ Pairs alternate(int plane) const {
     const unsigned int selector = plane == 0 ? 0x5410u : 0x7632u;
     return {__byte_perm(words.x, words.y, selector), __byte_perm(words.z, words.w, selector)};
   }
@@ -98,5 +97,5 @@ __device__ __forceinline__ Halves split_halves(float first, float second) {
   return {pack_halves(a, b), pack_halves(c, d)};
 }
 
-// The bits of a float that tensor cores look at.
-__device__ __forceinline__ float high_part(float value) { return __uint_as_float(__float_as_uint(value) & 0xFFFFE000u); }
+constexpr unsigned int kHighBits = 0xFFFFE000u;  // of a float: those that tensor cores look at
+__device__ __forceinline__ float high_part(float value) { return __uint_as_float(__float_as_uint(value) & kHighBits); }

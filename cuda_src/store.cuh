@@ -29,16 +29,28 @@ __device__ __forceinline__ void store_two(unsigned short* at, float first, float
   *reinterpret_cast<unsigned int*>(at) = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x5410u);
 }
 
-// Eight neighbours, the first at a multiple of eight elements.
-template <typename Word, typename Out>
+// Eight neighbours, the first at a multiple of eight elements, or of 16 bytes where these are fewer.
+__device__ __forceinline__ void store_eight(float* at, const float (&values)[8]) {
+  float4* to = reinterpret_cast<float4*>(at);
+  to[0] = make_float4(values[0], values[1], values[2], values[3]);
+  to[1] = make_float4(values[4], values[5], values[6], values[7]);
+}
+template <int kBytes>
+struct EightOf {
+  using Words = uint4;
+};
+template <>
+struct EightOf<1> {
+  using Words = uint2;
+};
+template <typename Out>  // of 8 or 16 bits
 __device__ __forceinline__ void store_eight(Out* at, const float (&values)[8]) {
-  constexpr int kWords = 8 * sizeof(Out) / sizeof(Word);
+  using Words = typename EightOf<sizeof(Out)>::Words;
   union {
-    Out out[8];
-    Word words[kWords];
+    Words words;
+    Out values[8];
   } packed;
 #pragma unroll
-  for (int k = 0; k < 8; k += 2) store_two(packed.out + k, values[k], values[k + 1]);
-#pragma unroll
-  for (int k = 0; k < kWords; ++k) reinterpret_cast<Word*>(at)[k] = packed.words[k];
+  for (int k = 0; k < 8; k += 2) store_two(packed.values + k, values[k], values[k + 1]);
+  *reinterpret_cast<Words*>(at) = packed.words;
 }

@@ -19,10 +19,8 @@ MAX_STEPS = 8
 MAX_CLIPS = 8
 """Clips of one launch."""
 THREADS = 256
-PIXELS_A_BLOCK = 3 * 4 * THREADS
-"""A thread makes four together. Each block adds up its frame's sums anew, so it must have some pixels to do."""
-_MOST_BLOCKS = 128
-"""Of a frame."""
+_PIXELS_A_WARP = 8 * 32
+"""A thread makes eight together."""
 
 _STEPS = struct.Struct(f"={MAX_STEPS}f{MAX_STEPS}B2i")
 STEPS_BYTES = _STEPS.size
@@ -80,7 +78,7 @@ def _value(op: ColorOp) -> float:
 
 def blocks_of(size: tuple[int, int]) -> int:
     """Blocks that share a frame of this (height, width)."""
-    return max(1, min(_MOST_BLOCKS, size[0] * size[1] // PIXELS_A_BLOCK))
+    return -(-size[0] * size[1] // (_PIXELS_A_WARP * THREADS // 32))
 
 
 def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
@@ -89,7 +87,7 @@ def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
     for begin in range(0, len(clips), MAX_CLIPS):
         some = clips[begin : begin + MAX_CLIPS]
         packed, grid = pack(some)
-        launch(_kernel(_name(dtype)), grid, (THREADS, 1, 1), (packed,), shared_bytes=4 * THREADS)
+        launch(_kernel(_name(dtype)), grid, (THREADS, 1, 1), (packed,), shared_bytes=0)
 
 
 def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], out: torch.Tensor, *, clamp: bool) -> None:
@@ -104,7 +102,7 @@ def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], 
     """
     frames, _, height, width = rgb.shape
     names = [op.name for op in ops]
-    sums = torch.empty((frames, blocks_of((height, width))), dtype=torch.float32, device=rgb.device)
+    sums = torch.empty((frames, blocks_of((height, width)) * THREADS // 32), dtype=torch.float32, device=rgb.device)
     clip = Clip(
         rgb.data_ptr(), True, sums.data_ptr(), 0, pack_steps(ops, clamp=clamp), scale, frames, (height, width),
         out.data_ptr(), out.stride(),
@@ -113,7 +111,7 @@ def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], 
         before = pack_steps(ops[: names.index("contrast")], clamp=clamp)
         clip.sums_a_frame = sums.shape[1]
         packed, grid = pack([replace(clip, steps=before)])
-        launch(_kernel("color_sums"), grid, (THREADS, 1, 1), (packed,), shared_bytes=4 * THREADS)
+        launch(_kernel("color_sums"), grid, (THREADS, 1, 1), (packed,), shared_bytes=0)
     make([clip], out.dtype)
 
 
@@ -146,5 +144,5 @@ def pack(clips: Sequence[Clip]) -> tuple[Any, tuple[int, int, int]]:
             clip.is_float, width, height * width, clip.sums_a_frame, first_frame, 0,
         )  # fmt: skip
         first_frame += clip.frames
-    struct.pack_into("=2i", buffer, MAX_CLIPS * _CLIP.size, len(clips), blocks)
+    struct.pack_into("=2i", buffer, MAX_CLIPS * _CLIP.size, len(clips), first_frame)
     return np.frombuffer(buffer, BATCH)[0], (blocks, first_frame, 1)

@@ -41,6 +41,7 @@ _TILE = 8
 _LUMA_GROUP, _CHROMA_GROUP = 32, 16
 """Columns of samples that a warp reads together; what it reads begins at a multiple of a quarter of these."""
 _TAPS_BYTES = 32
+_REACH_BYTES = 96
 
 _AXIS = "3d2f8i"
 _CLIP = struct.Struct(f"=3Qq4i{_AXIS}{_AXIS}18f{STEPS_BYTES}s20i")
@@ -106,7 +107,7 @@ def layout_of(geometry: Geometry) -> Layout | None:
     luma_groups, chroma_groups = (across + 38) // _LUMA_GROUP, (across_chroma + 18) // _CHROMA_GROUP
     luma_chunks, chroma_chunks = (down + 14) // _TILE, (down_chroma + 14) // _TILE
     row_taps, column_taps = rows.max_chroma_taps(), columns.max_chroma_taps()
-    tables = 2048 * luma_groups + 1024 * chroma_groups + (_TAPS_BYTES + 4 * column_taps) * _STRIP
+    tables = 2048 * luma_groups + 1024 * chroma_groups + (_TAPS_BYTES + 4 * column_taps) * _STRIP + _REACH_BYTES
     for band in BANDS:
         shared = tables + 512 * (luma_chunks + chroma_chunks) * (band // _TILE) + (_TAPS_BYTES + 4 * row_taps) * band
         if shared <= SHARED_BYTES:
