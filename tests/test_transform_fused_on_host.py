@@ -49,10 +49,12 @@ def launches(library: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -
     """Has every clip made by the fused kernels where these serve it, on the host; the kernels that were launched."""
     log: list[str] = []
 
-    def launch(function: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any], *, shared_bytes: int) -> None:
+    def launch(
+        function: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[bytearray], *, shared_bytes: int = 0
+    ) -> None:
         assert shared_bytes <= resize.SHARED_BYTES
         log.append(function)
-        packed = ctypes.create_string_buffer(args[0].tobytes(), args[0].itemsize)
+        packed = ctypes.create_string_buffer(bytes(args[0]), len(args[0]))
         getattr(library[function.split("_")[0]], f"run_{function}")(packed, *grid, *block[:2])
 
     for module in (resize, finish):
@@ -204,7 +206,9 @@ def test_what_shrinks_without_antialias_is_left_to_textures(size: tuple[int, int
     assert (layout is not None) == serves
 
 
-@pytest.mark.parametrize(("width", "height", "serves"), [(2100, 48, True), (48, 4000, True), (9000, 48, False), (48, 9000, False)])
+@pytest.mark.parametrize(
+    ("width", "height", "serves"), [(2100, 48, True), (48, 4000, True), (9000, 48, False), (48, 9000, False)]
+)
 def test_weights_too_many_for_a_block_are_left_to_textures(width: int, height: int, serves: bool) -> None:
     form, info = make_format(width, height), make_info(width, height)
     assert (resize.layout_of(geometry(info, form, whole(info.display_size), (70, 70))) is not None) == serves

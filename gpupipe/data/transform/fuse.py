@@ -138,8 +138,10 @@ class Fuser:
         strides = strides[self._time], strides[self._channel], strides[2], strides[3]
         item = out.element_size()
         address = out.data_ptr() + first * strides[0] * item
-        contrast = next((number for number, op in enumerate(ops) if op.name == "contrast"), None)
-        if contrast is None:
+        contrast = 0
+        while contrast < len(ops) and ops[contrast].name != "contrast":
+            contrast += 1
+        if contrast == len(ops):
             steps = finish.pack_steps(ops, clamp=config.clamp)
             job = resize.Clip(
                 planes, sampling, layout, matrix + self._scale, steps, config.clamp, frame_map, resize.FINISHED, item, address,
@@ -148,7 +150,10 @@ class Fuser:
             return job, None
         height, width = config.size
         target, bytes_a_value, scale = (resize.UNIT, 2, _UNIT_SCALE) if config.clamp else (resize.FLOAT, 4, _FLOAT_SCALE)
-        before, steps = (finish.pack_steps(part, clamp=config.clamp) for part in (ops[:contrast], ops[contrast:]))
+        before, steps = (
+            finish.pack_steps(ops[:contrast], clamp=config.clamp),
+            finish.pack_steps(ops[contrast:], clamp=config.clamp),
+        )
         job = resize.Clip(
             planes, sampling, layout, matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
             (CHANNELS * height * width, height * width, width, 1),

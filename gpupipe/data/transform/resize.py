@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from gpupipe.data.transform.finish import STEPS_BYTES
@@ -48,7 +47,7 @@ _CLIP = struct.Struct(f"=3Qq4i{_AXIS}{_AXIS}18f{STEPS_BYTES}s20i")
 CLIP_BYTES = _CLIP.size
 _FIRST_BLOCK = struct.Struct(f"={MAX_CLIPS + 1}i")
 _SOURCE_AT = MAX_CLIPS * CLIP_BYTES + _FIRST_BLOCK.size
-BATCH = np.dtype([("bytes", f"V{(_SOURCE_AT + 2 * MAX_FRAMES + 7) // 8 * 8}")])
+_BATCH_BYTES = (_SOURCE_AT + 2 * MAX_FRAMES + 7) // 8 * 8
 
 
 class Layout(NamedTuple):
@@ -95,8 +94,8 @@ class Clip:
 def layout_of(geometry: Geometry) -> Layout | None:
     """How to cut a clip; None for one that is not made here.
 
-    That is one that shrinks so much that a block has no room for the weights, and one that shrinks without antialias: most of what
-    is read would be for nothing.
+    That is one that shrinks so much that a block has no room for the weights, and one that shrinks without antialias: most of
+    what is read would be for nothing.
     """
     rows, columns = geometry.rows, geometry.columns
     if rows.filter != "bilinear" or rows.support < rows.scale or columns.support < columns.scale:
@@ -106,7 +105,7 @@ def layout_of(geometry: Geometry) -> Layout | None:
     # The first sample of a strip lies up to seven (chroma: three) behind the first that is read, that of a tile up to seven.
     luma_groups, chroma_groups = (across + 38) // _LUMA_GROUP, (across_chroma + 18) // _CHROMA_GROUP
     luma_chunks, chroma_chunks = (down + 14) // _TILE, (down_chroma + 14) // _TILE
-    row_taps, column_taps = rows.max_chroma_taps(), columns.max_chroma_taps()
+    row_taps, column_taps = _reach(rows, 1)[1], _reach(columns, 1)[1]
     tables = 2048 * luma_groups + 1024 * chroma_groups + (_TAPS_BYTES + 4 * column_taps) * _STRIP + _REACH_BYTES
     for band in BANDS:
         shared = tables + 512 * (luma_chunks + chroma_chunks) * (band // _TILE) + (_TAPS_BYTES + 4 * row_taps) * band
@@ -118,7 +117,8 @@ def layout_of(geometry: Geometry) -> Layout | None:
     return None
 
 
-def reaches(strides: Sequence[int], shape: Sequence[int]) -> bool:
+@functools.lru_cache(maxsize=64)
+def reaches(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether the kernel, which counts a clip's elements in 32 bits, gets from its first to its last."""
     last = 0
     for stride, size in zip(strides, shape, strict=True):
@@ -128,8 +128,10 @@ def reaches(strides: Sequence[int], shape: Sequence[int]) -> bool:
 
 def _reach(axis: Axis, outputs: int) -> tuple[int, int]:
     """Samples of luma and of chroma that so many neighbouring outputs read at most."""
-    luma = min(int(axis.scale * (min(outputs, axis.outputs) - 1) + 2 * axis.support) + 1, axis.high - axis.low)
-    return luma, min(int((luma - 1) * axis.chroma_step) + 3, axis.chroma_size)
+    luma, whole = int(axis.scale * (outputs - 1) + 2 * axis.support) + 1, axis.high - axis.low
+    luma = luma if luma < whole else whole
+    chroma = int((luma - 1) * axis.chroma_step) + 3
+    return luma, chroma if chroma < axis.chroma_size else axis.chroma_size
 
 
 def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
@@ -205,9 +207,9 @@ def _pieces(clip: Clip) -> list[Clip]:
     ]
 
 
-def pack(clips: Sequence[Clip]) -> tuple[Any, int]:
+def pack(clips: Sequence[Clip]) -> tuple[bytearray, int]:
     """(the kernel's argument, its blocks)."""
-    buffer = bytearray(BATCH.itemsize)
+    buffer = bytearray(_BATCH_BYTES)
     starts: list[int] = []
     frames: list[int] = []
     blocks = 0
@@ -221,7 +223,7 @@ def pack(clips: Sequence[Clip]) -> tuple[Any, int]:
     starts += [blocks] * (MAX_CLIPS + 1 - len(clips))
     _FIRST_BLOCK.pack_into(buffer, MAX_CLIPS * CLIP_BYTES, *starts)
     struct.pack_into(f"={len(frames)}h", buffer, _SOURCE_AT, *frames)
-    return np.frombuffer(buffer, BATCH)[0], blocks
+    return buffer, blocks
 
 
 def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, frames_a_block: int) -> None:
