@@ -3,42 +3,44 @@
 // change of colour needs each frame's mean, it ends with what comes before that and the sums for the mean; clip_color.cu does the
 // rest. The truth it must equal is gpupipe/data/transform/reference.py and adjust.py.
 //
-// A block works out the weights of some output rows of a strip of output columns; then each of its warps makes these for frames of
-// its own, without waiting for the others. A lane reads eight neighbouring samples of a row as one word and goes down the rows, so
-// that a frame is read in whole sectors. Where the picture shrinks a sample of luma belongs to two output rows at most: it is read
-// once and added to both. When a few output rows are summed, the warp sums across, out of shared memory, and finishes the pixels.
+// Both sums, across and down, are matrix products, of weights that are mostly zero, on the tensor cores: these have so much more to
+// give than the rest that what counts is how little else there is to do. A warp makes a strip of 16 output columns and a band of up
+// to 16 output rows of one frame. It reads samples from where they lie into the places where an operand has them, as halves: up to
+// 10 bits are exact. Sums across come out where the product down wants its operand, and sums down have Y, U and V of a pixel in one
+// lane. So nothing is exchanged between lanes, and warps of a block share no more than their tables of weights.
+//
+// Weights are two halves each, the second what the first leaves of it; sums across, and weights down, are two tf32 each. That is 21
+// bits and more. Zeros cost time, so tables hold just the tiles of samples that a strip or a tile of eight output rows reaches.
 // "Rows" and "columns" are those of the stored frame; turning and mirroring it is a matter of the output's strides.
 #include "color.cuh"
+#include "samples.cuh"
 #include "sampling.cuh"
 #include "store.cuh"
 
 #ifndef CLIP_WARPS
 #define CLIP_WARPS 8
 #endif
-#ifndef CLIP_ROWS
-#define CLIP_ROWS 2
-#endif
-#if __CUDA_ARCH__ >= 1000  // the compiler needs more registers there
-constexpr int kDefaultBlocks = 2, kDefaultLoads = 8;
-#else
-constexpr int kDefaultBlocks = 3, kDefaultLoads = 6;
-#endif
-#ifndef CLIP_LOADS
-#define CLIP_LOADS kDefaultLoads
-#endif
 #ifndef CLIP_BLOCKS
-#define CLIP_BLOCKS kDefaultBlocks
+#define CLIP_BLOCKS (sizeof(Word) == 1 ? 3 : 2)
+#endif
+#ifndef CLIP_LUMA_TILES
+#define CLIP_LUMA_TILES 4
+#endif
+#ifndef CLIP_CHROMA_TILES
+#define CLIP_CHROMA_TILES 2
 #endif
 constexpr int kWarps = CLIP_WARPS;
 constexpr int kThreads = 32 * kWarps;
-constexpr int kBlocks = CLIP_BLOCKS;  // at a time on one multiprocessor, as far as registers go
-constexpr int kRows = CLIP_ROWS;      // output rows that a warp sums across together
-constexpr int kWide = 8;              // samples that a lane reads at once
-constexpr int kSpan = 32 * kWide;     // samples of a row that a warp reads at once
-template <typename Word>              // rows that a lane reads before it uses the first
-constexpr int kLoads = CLIP_LOADS / static_cast<int>(sizeof(Word));
+template <typename Word>                         // at a time on one multiprocessor, as far as registers go
+constexpr int kBlocks = CLIP_BLOCKS;
+constexpr int kLumaTiles = CLIP_LUMA_TILES;      // of eight rows of samples, that a warp sums across together
+constexpr int kChromaTiles = CLIP_CHROMA_TILES;
+constexpr int kStrip = 16;                       // output columns
+constexpr int kBandTiles = 2;                    // of eight output rows, at most
 constexpr int kMaxClips = 8;
-constexpr int kMaxFrames = 552;
+constexpr int kMaxFrames = 512;
+
+static_assert(kBandTiles == 2, "that is how many make_clips finishes");
 
 enum Target { kFinished, kUnit, kFloat };
 
@@ -60,10 +62,11 @@ struct ClipJob {
   int first_frame, frames;  // among source
   int frames_a_block;       // one after the other, or one a warp
   int bands, strips;        // what a frame's outputs are cut into
-  int band, strip;          // output rows of a band, output columns of a strip
-  int walks;                // a row of luma weighs in two output rows at most, which follow one another
-  int row_weights;          // room for the luma weights of a band, an even number
-  int row_chroma_taps, column_chroma_taps;  // room for an output's
+  int band;                 // output rows of a band
+  int shift, fine;          // of 16-bit samples: see Bits
+  int luma_groups, chroma_groups;           // of columns: room in the tables for a strip's
+  int luma_chunks, chroma_chunks;           // of eight rows: for those of a tile of outputs
+  int row_chroma_taps, column_chroma_taps;  // for those of an output
 };
 
 struct Batch {
@@ -71,246 +74,358 @@ struct Batch {
   int first_block[kMaxClips + 1];  // of each clip
   short source[kMaxFrames];        // frame in planes
 };
-static_assert(sizeof(ClipJob) == 368, "gpupipe/data/transform/resize.py packs this struct");
+static_assert(sizeof(ClipJob) == 376, "gpupipe/data/transform/resize.py packs this struct");
 static_assert(sizeof(Batch) <= 4096, "as large as an argument may be");
 
-// Eight samples of one row. A sample is below 2^16, so as the low bits of 2^23's float it is exact, and taking 2^23 off leaves it:
-// cheaper than a conversion on GPUs that convert slowly.
-__device__ __forceinline__ float sample_of(unsigned int word, unsigned int selector) {
-  return __uint_as_float(__byte_perm(word, 0x4B000000u, selector)) - 8388608.f;
-}
+// 1 where a row's outputs lie from right to left. Then a lane's two columns come the other way round, so that they can be stored as
+// one.
+__device__ __forceinline__ int mirrored(const ClipJob& clip) { return clip.stride_column < 0 ? 1 : 0; }
 
-struct Eight8 {
-  uint2 words;
-  __device__ __forceinline__ void load(const unsigned char* at) { words = *reinterpret_cast<const uint2*>(at); }
-  __device__ __forceinline__ float sample(int k) const { return sample_of(k < 4 ? words.x : words.y, 0x7440u + (k & 3)); }
+// What a block reads of a plane: `columns` and `rows` of samples from a first one on, in so many groups and chunks; and which chunks
+// each tile of output rows needs.
+struct Reach {
+  int first_column, columns, groups;
+  int first_row, rows, chunks;
+  int begin[kBandTiles];
+  unsigned int count[kBandTiles];
+  // Of a float, those that tensor cores look at. A compiler that knew the number would know that the others make no difference, and
+  // copy floats instead of splitting them.
+  unsigned int high_bits;
+  int unused;
 };
-
-struct Eight16 {
-  uint4 words;
-  __device__ __forceinline__ void load(const unsigned short* at) { words = *reinterpret_cast<const uint4*>(at); }
-  __device__ __forceinline__ float sample(int k) const {
-    const unsigned int word = k < 2 ? words.x : k < 4 ? words.y : k < 6 ? words.z : words.w;
-    return sample_of(word, k % 2 ? 0x7432u : 0x7410u);
-  }
-};
-
-__device__ __forceinline__ Eight8 eight_of(const unsigned char*) { return {}; }
-__device__ __forceinline__ Eight16 eight_of(const unsigned short*) { return {}; }
-
-// Adds `count` rows of eight neighbouring samples to the sums of this output row, and of the next where rows weigh in both.
-// Their weights are pairs then.
-template <bool kWalks, typename Word>
-__device__ __forceinline__ void sum_down(const Word* at, int pitch, const float* weights, int count, float (&sum)[kWide],
-                                         float (&next)[kWide]) {
-  constexpr int kLoads = ::kLoads<Word>;
-#pragma unroll 1
-  for (int first = 0; first < count; first += kLoads) {
-    decltype(eight_of(at)) eights[kLoads];
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      if (first + k < count) eights[k].load(at);
-      at += pitch;
-    }
-#pragma unroll
-    for (int k = 0; k < kLoads; ++k) {
-      if (first + k >= count) break;
-      float2 weight = make_float2(0.f, 0.f);
-      if (kWalks)
-        weight = reinterpret_cast<const float2*>(weights)[first + k];
-      else
-        weight.x = weights[first + k];
-#pragma unroll
-      for (int i = 0; i < kWide; ++i) {
-        const float sample = eights[k].sample(i);
-        sum[i] += weight.x * sample;
-        if (kWalks) next[i] += weight.y * sample;
-      }
-    }
-  }
-}
-
-// What an output row adds to the sums that the row before has begun: `count` rows from `first` on.
-struct Step {
-  int first, count, weights;
-  int chroma_first, chroma_count;
-};
+static_assert(sizeof(Reach) == 48, "gpupipe/data/transform/resize.py counts it");
 
 // What a block keeps in shared memory, one behind the other; sizes are those of ClipJob.
 struct Tables {
-  float* sums;             // (warps, kRows, 2 kSpan): luma, then U V U V ...
-  Taps *rows, *columns;    // (band), (strip)
-  float* row_luma;         // (row_weights): of an output row, or pairs: of an output row and the next
-  float* row_chroma;       // (band, row_chroma_taps)
-  float* column_chroma;    // (column_chroma_taps, strip)
-  Step* steps;             // (band)
+  uint4* column_luma;    // (groups, 2, 2, 32): of each half group the high parts of its weights, as an operand, and the low ones
+  uint4* column_chroma;  // (groups, 2, 32)
+  float4* row_luma;      // (band / 8, chunks, 32): b0 and b1 of the high parts, and of the low ones
+  float4* row_chroma;
+  Taps *rows, *columns;                   // (band), (kStrip): those beyond the last are like it
+  Reach *luma, *chroma;
+  float *row_weights, *column_weights;  // (band, taps), (kStrip, taps): of chroma
 };
 
 __device__ __forceinline__ Tables tables_of(const ClipJob& clip) {
   extern __shared__ double shared_memory[];
   Tables t;
-  t.sums = reinterpret_cast<float*>(shared_memory);
-  t.rows = reinterpret_cast<Taps*>(t.sums + kWarps * kRows * 2 * kSpan);
+  t.column_luma = reinterpret_cast<uint4*>(shared_memory);
+  t.column_chroma = t.column_luma + clip.luma_groups * 4 * 32;
+  t.row_luma = reinterpret_cast<float4*>(t.column_chroma + clip.chroma_groups * 2 * 32);
+  t.row_chroma = t.row_luma + clip.band / 8 * clip.luma_chunks * 32;
+  t.rows = reinterpret_cast<Taps*>(t.row_chroma + clip.band / 8 * clip.chroma_chunks * 32);
   t.columns = t.rows + clip.band;
-  t.row_luma = reinterpret_cast<float*>(t.columns + clip.strip);
-  t.row_chroma = t.row_luma + clip.row_weights;
-  t.column_chroma = t.row_chroma + clip.band * clip.row_chroma_taps;
-  t.steps = reinterpret_cast<Step*>(t.column_chroma + clip.strip * clip.column_chroma_taps);
+  t.luma = reinterpret_cast<Reach*>(t.columns + kStrip);
+  t.chroma = t.luma + 1;
+  t.row_weights = reinterpret_cast<float*>(t.chroma + 1);
+  t.column_weights = t.row_weights + clip.band * clip.row_chroma_taps;
   return t;
 }
 
-__device__ __forceinline__ Step step_of(const ClipJob& clip, const Taps* rows, int row) {
-  const Taps& taps = rows[row];
-  Step step{taps.first, taps.count, row * clip.rows.max_taps, taps.chroma_first, taps.chroma_count};
-  if (clip.walks) {
-    if (row > 0) step.first = max(taps.first, rows[row - 1].first + rows[row - 1].count);
-    step.count = max(taps.first + taps.count - step.first, 0);
-    step.weights = 2 * (step.first - rows[0].first);
+// `first` and `end` are those of an output's samples. The first column is a multiple of `aligned`.
+template <int kAligned, int kGroup, typename First, typename End>
+__device__ __forceinline__ Reach reach_of(const Tables& t, int band, int rows, First first, End end) {
+  Reach r;
+  r.high_bits = kHighBits;
+  r.unused = 0;
+  r.first_column = first(t.columns[0]) & ~(kAligned - 1);
+  r.columns = end(t.columns[kStrip - 1]) - r.first_column;
+  r.groups = (r.columns + kGroup - 1) / kGroup;
+  r.first_row = first(t.rows[0]);
+  r.rows = end(t.rows[band - 1]) - r.first_row;
+  r.chunks = (r.rows + 7) / 8;
+#pragma unroll
+  for (int tile = 0; tile < kBandTiles; ++tile) {
+    r.begin[tile] = 0;
+    r.count[tile] = 0;
+    if (8 * tile >= rows) break;
+    r.begin[tile] = (first(t.rows[8 * tile]) - r.first_row) / 8;
+    r.count[tile] = (end(t.rows[8 * tile + 7]) - r.first_row + 7) / 8 - r.begin[tile];
   }
-  return step;
+  return r;
+}
+
+__device__ __forceinline__ Reach luma_reach(const Tables& t, int band, int rows) {
+  return reach_of<8, 32>(
+      t, band, rows, [](const Taps& taps) { return taps.first; }, [](const Taps& taps) { return taps.first + taps.count; });
+}
+
+__device__ __forceinline__ Reach chroma_reach(const Tables& t, int band, int rows) {
+  return reach_of<4, 16>(
+      t, band, rows, [](const Taps& taps) { return taps.chroma_first; },
+      [](const Taps& taps) { return taps.chroma_first + taps.chroma_count; });
+}
+
+__device__ __forceinline__ float in_table(const float* weights, int room, int output, int tap, int count) {
+  return tap >= 0 && tap < count ? weights[output * room + tap] : 0.f;
+}
+
+// The operand for four neighbouring samples of each of a warp's four `t`: `weight(column, k)` is what sample k of this lane's four
+// weighs in that column of the output. `first` and `second` are the columns of the operand's rows g and g + 8.
+template <typename Weight>
+__device__ __forceinline__ void fill_across(uint4* table, int lane, int first, int second, Weight weight) {
+  const Halves a = split_halves(weight(first, 0), weight(first, 1)), b = split_halves(weight(second, 0), weight(second, 1));
+  const Halves c = split_halves(weight(first, 2), weight(first, 3)), d = split_halves(weight(second, 2), weight(second, 3));
+  table[lane] = {a.high, b.high, c.high, d.high};
+  table[32 + lane] = {a.low, b.low, c.low, d.low};
+}
+
+// The operand for eight rows: `weight(output, row)` among the tile's. Samples are 2^-shift of a code.
+template <typename Weight>
+__device__ __forceinline__ void fill_down(float4* table, int lane, float unit, Weight weight) {
+  const int output = lane / 4, row = lane % 4 * 2;
+  const float a = weight(output, row) * unit, b = weight(output, row + 1) * unit;
+  table[lane] = {high_part(a), high_part(b), a - high_part(a), b - high_part(b)};
 }
 
 __device__ __forceinline__ void fill_tables(const ClipJob& clip, const Tables& t, int first_row, int rows, int first_column,
                                             int columns) {
-  const int thread = threadIdx.x;
-  for (int k = thread; k < rows + columns; k += kThreads) {
-    if (k < rows)
-      t.rows[k] = find_taps(clip.rows, first_row + k);
-    else
-      t.columns[k - rows] = find_taps(clip.columns, first_column + k - rows);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const float unit = static_cast<float>(1 << clip.shift);
+  if (thread < clip.band) t.rows[thread] = find_taps(clip.rows, first_row + min(thread, rows - 1));
+  if (thread >= 32 && thread < 32 + kStrip) t.columns[thread - 32] = find_taps(clip.columns, first_column + min(thread - 32, columns - 1));
+  __syncthreads();
+  const int row_room = clip.row_chroma_taps, column_room = clip.column_chroma_taps;
+  for (int k = thread; k < clip.band * row_room; k += kThreads)
+    t.row_weights[k] = chroma_weight(clip.rows, t.rows[k / row_room], k % row_room);
+  for (int k = kThreads - 1 - thread; k < kStrip * column_room; k += kThreads)  // by those that have none of the rows'
+    t.column_weights[k] = chroma_weight(clip.columns, t.columns[k / column_room], k % column_room);
+  const int first = lane / 4 * 2 + mirrored(clip), second = lane / 4 * 2 + 1 - mirrored(clip);
+  const Reach luma = luma_reach(t, clip.band, rows);
+  if (thread == 0) *t.luma = luma;
+  for (int half = warp; half < 2 * luma.groups; half += kWarps) {
+    const int column = luma.first_column + 32 * (half / 2) + 4 * (half % 2) + 8 * (lane % 4);
+    fill_across(t.column_luma + half * 2 * 32, lane, first, second,
+                [&](int output, int k) { return luma_weight(t.columns[output], column + k - t.columns[output].first); });
+  }
+  for (int tile = 0; tile < kBandTiles; ++tile) {
+    for (int chunk = warp; chunk < static_cast<int>(luma.count[tile]); chunk += kWarps) {
+      const int first = luma.first_row + 8 * (luma.begin[tile] + chunk);
+      fill_down(t.row_luma + (tile * clip.luma_chunks + chunk) * 32, lane, unit, [&](int output, int row) {
+        const Taps& taps = t.rows[8 * tile + output];
+        return luma_weight(taps, first + row - taps.first);
+      });
+    }
   }
   __syncthreads();
-  for (int k = thread; k < rows; k += kThreads) t.steps[k] = step_of(clip, t.rows, k);
-  for (int k = thread; k < rows * clip.rows.max_taps; k += kThreads) {
-    const int row = k / clip.rows.max_taps;
-    const Step step = step_of(clip, t.rows, row);
-    const Taps& taps = t.rows[row];
-    const int tap = k % clip.rows.max_taps, sample = taps.first + tap;
-    if (tap >= taps.count || sample < step.first) continue;
-    if (!clip.walks) {
-      t.row_luma[step.weights + tap] = luma_weight(taps, tap);
-      continue;
-    }
-    float* weights = t.row_luma + step.weights + 2 * (sample - step.first);
-    weights[0] = luma_weight(taps, tap);
-    weights[1] = row + 1 < rows ? luma_weight(t.rows[row + 1], sample - t.rows[row + 1].first) : 0.f;
+  const Reach chroma = chroma_reach(t, clip.band, rows);
+  if (thread == 0) *t.chroma = chroma;
+  for (int group = warp; group < chroma.groups; group += kWarps) {
+    const int column = chroma.first_column + 16 * group + 4 * (lane % 4);
+    fill_across(t.column_chroma + group * 2 * 32, lane, first, second, [&](int output, int k) {
+      const Taps& taps = t.columns[output];
+      return in_table(t.column_weights, column_room, output, column + k - taps.chroma_first, taps.chroma_count);
+    });
   }
-  for (int k = thread; k < rows * clip.row_chroma_taps; k += kThreads)
-    t.row_chroma[k] = chroma_weight(clip.rows, t.rows[k / clip.row_chroma_taps], k % clip.row_chroma_taps);
-  for (int k = thread; k < columns * clip.column_chroma_taps; k += kThreads)
-    t.column_chroma[k / columns * clip.strip + k % columns] =
-        chroma_weight(clip.columns, t.columns[k % columns], k / columns);
+  for (int tile = 0; tile < kBandTiles; ++tile) {
+    for (int chunk = warp; chunk < static_cast<int>(chroma.count[tile]); chunk += kWarps) {
+      const int first = chroma.first_row + 8 * (chroma.begin[tile] + chunk);
+      fill_down(t.row_chroma + (tile * clip.chroma_chunks + chunk) * 32, lane, unit, [&](int output, int row) {
+        const Taps& taps = t.rows[8 * tile + output];
+        return in_table(t.row_weights, row_room, 8 * tile + output, first + row - taps.chroma_first, taps.chroma_count);
+      });
+    }
+  }
   __syncthreads();
 }
 
-// Where a lane reads, and where it leaves what it has summed.
-template <typename Word>
-struct Lane {
-  const Word *luma, *chroma;  // of row 0 of the frame
-  float *luma_sums, *chroma_sums;
-  bool has_luma, has_chroma;
+// Sums across of eight rows, (16 columns, 8 rows), as the operand of the product down.
+struct Across {
+  float high[4], low[4];
 };
 
+__device__ __forceinline__ Across split(const float (&sums)[4], unsigned int high_bits) {
+  Across a;
+  constexpr int kOrder[4] = {0, 2, 1, 3};  // row 2t of the eight is the operand's column t, and row 2t + 1 its column t + 4
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    a.high[k] = __uint_as_float(__float_as_uint(sums[kOrder[k]]) & high_bits);
+    a.low[k] = sums[kOrder[k]] - a.high[k];
+  }
+  return a;
+}
+
+__device__ __forceinline__ void add_down(const Across& a, const float4& weights, float (&down)[4]) {
+  multiply_tf32(down, a.high, weights.x, weights.y);
+  multiply_tf32(down, a.low, weights.x, weights.y);
+  multiply_tf32(down, a.high, weights.z, weights.w);
+}
+
 template <typename Word>
-__device__ __forceinline__ void sum_row(const ClipJob& clip, const Tables& t, const Lane<Word>& lane, int row, int slot,
-                                        float (&next)[kWide]) {
-  const Step step = t.steps[row];
-  float sum[kWide];
-  if (lane.has_luma) {
-    const Word* at = lane.luma + step.first * clip.pitch;
-    const float* weights = t.row_luma + step.weights;
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) {
-      sum[i] = next[i];
-      next[i] = 0.f;
-    }
-    if (clip.walks)
-      sum_down<true>(at, clip.pitch, weights, step.count, sum, next);
-    else
-      sum_down<false>(at, clip.pitch, weights, step.count, sum, next);
-    float4* to = reinterpret_cast<float4*>(lane.luma_sums + slot * 2 * kSpan);
-    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-  }
-  if (lane.has_chroma) {
-    const Word* at = lane.chroma + step.chroma_first * clip.pitch;
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) sum[i] = 0.f;
-    sum_down<false>(at, clip.pitch, t.row_chroma + row * clip.row_chroma_taps, step.chroma_count, sum, next);
-    float* to = lane.chroma_sums + slot * 2 * kSpan;
-    if (clip.interleaved) {
-      reinterpret_cast<float4*>(to)[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-      reinterpret_cast<float4*>(to)[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kWide; ++i) to[2 * i] = sum[i];
-    }
-  }
+__device__ __forceinline__ void add_across(float (&across)[4], const uint4& high, const uint4& low, const Pairs& pairs,
+                                           const Bits<Word>& bits) {
+  const unsigned int b0 = bits.coarse(pairs.first), b1 = bits.coarse(pairs.second);
+  multiply_halves(across, high, b0, b1);
+  multiply_halves(across, low, b0, b1);
+  if (bits.has_fine()) multiply_halves(across, high, bits.fine(pairs.first), bits.fine(pairs.second));
 }
 
-template <typename Out>
-__device__ __forceinline__ void put(Out* at, int stride_channel, const Rgb& c, const ClipJob& clip) {
-  store(at, c.r * clip.gain[0] + clip.bias[0]);
-  store(at + stride_channel, c.g * clip.gain[1] + clip.bias[1]);
-  store(at + 2 * stride_channel, c.b * clip.gain[2] + clip.bias[2]);
-}
+// Sums luma, or U and V, of a band and strip. A step is one group of columns of some chunks of rows; the next one's samples are
+// on their way while this one's are multiplied.
+template <typename Word, int kTiles, bool kChroma>
+struct Summing {
+  static constexpr int kPlanes = kChroma ? 2 : 1;
+  static constexpr int kWeights = kChroma ? 2 * 32 : 4 * 32;  // operands of a group
+  const Word* at;     // this lane's samples of the first chunk and group
+  int to_v;           // from samples of U to those of V; 0 where they alternate
+  int down;           // from a chunk to the next
+  int across;         // from a group to the next
+  int rows, columns;  // from `at` on, until there are no more
+  const Reach& reach;
+  const uint4* column_weights;  // of this lane
+  const float4* row_weights;
+  int room;  // chunks in row_weights for each tile of outputs
+  const Bits<Word>& bits;
 
-// A strip's outputs of some rows, out of the sums down; gives the sum of the greys of those that this lane makes.
-template <typename Out>
-__device__ __forceinline__ float finish_rows(const ClipJob& clip, const Tables& t, const float* luma, const float* chroma, int lane,
-                                             int columns, int at, int rows) {
-  float greys = 0.f;
+  __device__ __forceinline__ Summing(const ClipJob& clip, const Reach& reach, const Word* plane, const uint4* column_weights,
+                                     const float4* row_weights, int room, const Bits<Word>& bits)
+      : reach(reach), column_weights(column_weights), row_weights(row_weights), room(room), bits(bits) {
+    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * (kChroma ? 4 : 8);
+    const int wide = kChroma && clip.interleaved ? 2 : 1, first = (reach.first_row + row) * clip.pitch + wide * (reach.first_column + column);
+    at = plane + (kChroma ? clip.u_row * clip.pitch : 0) + first;
+    to_v = kChroma && !clip.interleaved ? (clip.v_row - clip.u_row) * clip.pitch : 0;
+    down = 8 * clip.pitch;
+    across = wide * (kChroma ? 16 : 32);
+    rows = reach.rows - row;
+    columns = reach.columns - column;
+  }
+
+  __device__ __forceinline__ void load(int chunk, int group, Eight<Word> (&eights)[kTiles]) const {
+    if (group * (kChroma ? 16 : 32) >= columns) return;
+    const Word* from = at + (chunk * down + group * across);
+    if (kChroma && to_v != 0) {
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j, from += down)
+        if (8 * (chunk + j) < rows) eights[j].load(from, from + to_v);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j, from += down)
+      if (8 * (chunk + j) < rows) eights[j].load(from);
+  }
+
+  // Adds what is across of a group, having sent for the next one's samples.
+  template <typename Load>
+  __device__ __forceinline__ void add_group(int group, Eight<Word> (&eights)[kTiles], float (&sums)[kTiles][kPlanes][4],
+                                            Load load_next) const {
+    const uint4* weights = column_weights + group * kWeights;
+    Pairs pairs[kTiles][2];
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int k = 0; k < 2; ++k) pairs[j][k] = kChroma ? eights[j].alternate(k) : eights[j].four(k);
+    load_next();
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {  // a half of luma's group, or a plane
+      const int half = kChroma ? 0 : k, plane = kChroma ? k : 0;
+      const uint4 high = weights[64 * half], low = weights[64 * half + 32];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) add_across(sums[j][plane], high, low, pairs[j][k], bits);
+    }
+  }
+
+  __device__ __forceinline__ void add_rows(int chunk, const float (&sums)[kTiles][kPlanes][4],
+                                           float (&totals)[kPlanes][kBandTiles][4]) const {
+    const unsigned int high_bits = reach.high_bits;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      Across a[kPlanes];
+#pragma unroll
+      for (int plane = 0; plane < kPlanes; ++plane) a[plane] = split(sums[j][plane], high_bits);
+#pragma unroll
+      for (int tile = 0; tile < kBandTiles; ++tile) {
+        const unsigned int place = chunk + j - reach.begin[tile];
+        if (place >= reach.count[tile]) continue;
+        const float4 weights = row_weights[(tile * room + place) * 32];
+#pragma unroll
+        for (int plane = 0; plane < kPlanes; ++plane) add_down(a[plane], weights, totals[plane][tile]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run(float (&totals)[kPlanes][kBandTiles][4]) const {
+    const int chunks = reach.chunks, groups = reach.groups;
+    Eight<Word> eights[kTiles] = {};
+    load(0, 0, eights);
 #pragma unroll 1
-  for (int column = lane; column < columns; column += 32) {
-    const Taps taps = t.columns[column];
-    float y[kRows] = {}, u[kRows] = {}, v[kRows] = {};
-    const float* luma_sums = luma + taps.first;
-    const float start = (0.5f - taps.centre) * taps.inverse;
-    float number = 0.f;
-#pragma unroll 2
-    for (int tap = 0; tap < taps.count; ++tap) {
-      const float weight = 1.f - fabsf(number * taps.inverse + start);
-      number += 1.f;
+    for (int chunk = 0; chunk < chunks; chunk += kTiles) {
+      float sums[kTiles][kPlanes][4];
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) y[row] += weight * luma_sums[row * 2 * kSpan + tap];
-    }
-    const float* chroma_sums = chroma + 2 * taps.chroma_first;
-#pragma unroll 2
-    for (int tap = 0; tap < taps.chroma_count; ++tap) {
-      const float weight = t.column_chroma[tap * clip.strip + column];
+      for (int j = 0; j < kTiles; ++j)
 #pragma unroll
-      for (int row = 0; row < kRows; ++row) {
-        const float2 uv = *reinterpret_cast<const float2*>(chroma_sums + row * 2 * kSpan + 2 * tap);
-        u[row] += weight * uv.x;
-        v[row] += weight * uv.y;
+        for (int plane = 0; plane < kPlanes; ++plane)
+#pragma unroll
+          for (int k = 0; k < 4; ++k) sums[j][plane][k] = -kOffset;
+#pragma unroll 1
+      for (int group = 0; group < groups; ++group) {
+        add_group(group, eights, sums, [&]() {
+          const bool last = group + 1 == groups;
+          const int next = last ? chunk + kTiles : chunk;
+          if (next < chunks) load(next, last ? 0 : group + 1, eights);
+        });
       }
-    }
-    Rgb pixels[kRows];
-    const float* m = clip.matrix;
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      const float luma_value = y[row] * taps.norm;
-      pixels[row] = {m[0] * luma_value + m[1] * u[row] + m[2] * v[row] + m[3],
-                     m[4] * luma_value + m[5] * u[row] + m[6] * v[row] + m[7],
-                     m[8] * luma_value + m[9] * u[row] + m[10] * v[row] + m[11]};
-      if (clip.clamp) pixels[row] = {__saturatef(pixels[row].r), __saturatef(pixels[row].g), __saturatef(pixels[row].b)};
-    }
-    change(clip.steps, pixels, 0.f);
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-      if (row >= rows) break;
-      const int place = at + row * clip.stride_row + column * clip.stride_column;
-      if (clip.target == kFinished) {
-        put(reinterpret_cast<Out*>(clip.out) + place, clip.stride_channel, pixels[row], clip);
-        continue;
-      }
-      greys += grey_of(pixels[row]);
-      if (clip.target == kUnit)
-        put(reinterpret_cast<unsigned short*>(clip.out) + place, clip.stride_channel, pixels[row], clip);
-      else
-        put(reinterpret_cast<float*>(clip.out) + place, clip.stride_channel, pixels[row], clip);
+      add_rows(chunk, sums, totals);
     }
   }
+};
+
+// Whether pixels of neighbouring columns can be stored together.
+__device__ __forceinline__ bool stores_pairs(const ClipJob& clip, int element_bytes) {
+  const bool even = ((clip.stride_time | clip.stride_channel | clip.stride_row | clip.columns.outputs) & 1) == 0;
+  return abs(clip.stride_column) == 1 && even && (clip.out / element_bytes - mirrored(clip)) % 2 == 0;
+}
+
+// Pixels of two rows, and of two columns in the order in which they lie: 2 * column + row.
+template <typename Out>
+__device__ __forceinline__ void put(const ClipJob& clip, Out* at, bool pairs, const bool (&inside)[4], const Rgb (&pixels)[4]) {
+#pragma unroll
+  for (int channel = 0; channel < 3; ++channel) {
+    float values[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const Rgb& c = pixels[k];
+      values[k] = (channel == 0 ? c.r : channel == 1 ? c.g : c.b) * clip.gain[channel] + clip.bias[channel];
+    }
+    Out* to = at + channel * clip.stride_channel;
+    if (pairs) {
+      if (inside[0]) store_two(to, values[0], values[2]);
+      if (inside[1]) store_two(to + clip.stride_row, values[1], values[3]);
+      continue;
+    }
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (inside[k]) store(to + k % 2 * clip.stride_row + k / 2 * abs(clip.stride_column), values[k]);
+  }
+}
+
+// The pixels of two rows and two columns, out of their sums; gives the sum of their greys.
+template <typename Out>
+__device__ __forceinline__ float finish(const ClipJob& clip, int frame, int row, int column, bool pairs, const float (&y)[4],
+                                        const float (&u)[4], const float (&v)[4]) {
+  const float* m = clip.matrix;
+  Rgb pixels[4];
+  bool inside[4];
+#pragma unroll
+  for (int k = 0; k < 4; ++k) {
+    pixels[k] = {m[3] + m[0] * y[k] + m[1] * u[k] + m[2] * v[k], m[7] + m[4] * y[k] + m[5] * u[k] + m[6] * v[k],
+                 m[11] + m[8] * y[k] + m[9] * u[k] + m[10] * v[k]};
+    if (clip.clamp) pixels[k] = {__saturatef(pixels[k].r), __saturatef(pixels[k].g), __saturatef(pixels[k].b)};
+    inside[k] = row + k % 2 < clip.rows.outputs && column + k / 2 * (1 - 2 * mirrored(clip)) < clip.columns.outputs;
+  }
+  change(clip.steps, pixels, 0.f);
+  const int place = frame * clip.stride_time + row * clip.stride_row + column * clip.stride_column;
+  if (clip.target == kFinished) {
+    put(clip, reinterpret_cast<Out*>(clip.out) + place, pairs, inside, pixels);
+    return 0.f;
+  }
+  if (clip.target == kUnit)
+    put(clip, reinterpret_cast<unsigned short*>(clip.out) + place, pairs, inside, pixels);
+  else
+    put(clip, reinterpret_cast<float*>(clip.out) + place, pairs, inside, pixels);
+  float greys = 0.f;
+#pragma unroll
+  for (int k = 0; k < 4; ++k)
+    if (inside[k]) greys += grey_of(pixels[k]);
   return greys;
 }
 
@@ -322,65 +437,44 @@ __device__ __forceinline__ void make_clips(const Batch& batch) {
   const int block = blockIdx.x - batch.first_block[number];
   const int strip = block % clip.strips, band = block / clip.strips % clip.bands;
   const int first_frame = block / clip.strips / clip.bands * clip.frames_a_block;
-  const int first_row = band * clip.band, first_column = strip * clip.strip;
+  const int first_row = band * clip.band, first_column = strip * kStrip;
   const int rows = min(clip.band, clip.rows.outputs - first_row);
-  const int columns = min(clip.strip, clip.columns.outputs - first_column);
   const Tables t = tables_of(clip);
-  fill_tables(clip, t, first_row, rows, first_column, columns);
+  fill_tables(clip, t, first_row, rows, first_column, min(kStrip, clip.columns.outputs - first_column));
 
-  // Eight samples are read together, so what is read begins at a multiple of eight.
-  const Taps &left = t.columns[0], &right = t.columns[columns - 1];
-  const int luma_begin = left.first & ~(kWide - 1), chroma_begin = left.chroma_first & ~(kWide - 1);
-  const int luma_count = right.first + right.count - luma_begin;
-  const int chroma_count = right.chroma_first + right.chroma_count - chroma_begin;
+  const Bits<Word> bits(clip.shift, clip.fine);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  float* luma = t.sums + warp * kRows * 2 * kSpan;
-  float* chroma = luma + kSpan;
-  Lane<Word> at;
-  at.luma_sums = luma + kWide * lane;
-  at.has_luma = kWide * lane < luma_count;
-  int chroma_place;
-  if (clip.interleaved) {
-    chroma_place = clip.u_row * clip.pitch + 2 * chroma_begin + kWide * lane;
-    at.chroma_sums = chroma + kWide * lane;
-    at.has_chroma = kWide * lane < 2 * chroma_count;
-  } else {  // half of the warp reads U, the other half V
-    const int half = lane % 16;
-    chroma_place = (lane < 16 ? clip.u_row : clip.v_row) * clip.pitch + chroma_begin + kWide * half;
-    at.chroma_sums = chroma + 2 * kWide * half + lane / 16;
-    at.has_chroma = kWide * half < chroma_count;
-  }
+  const int element_bytes = clip.target == kFinished ? sizeof(Out) : clip.target == kUnit ? 2 : 4;
+  const bool pairs = stores_pairs(clip, element_bytes);
   const int end = min(first_frame + clip.frames_a_block, clip.frames);
+#pragma unroll 1
   for (int frame = first_frame + warp; frame < end; frame += kWarps) {
     const Word* plane = reinterpret_cast<const Word*>(clip.planes) + batch.source[clip.first_frame + frame] * clip.frame_samples;
-    at.luma = plane + luma_begin + kWide * lane;
-    at.chroma = plane + chroma_place;
-    float next[kWide] = {}, greys = 0.f;
+    float y[1][kBandTiles][4] = {}, uv[2][kBandTiles][4] = {};
+    Summing<Word, kLumaTiles, false>(clip, *t.luma, plane, t.column_luma + lane, t.row_luma + lane, clip.luma_chunks, bits).run(y);
+    Summing<Word, kChromaTiles, true>(clip, *t.chroma, plane, t.column_chroma + lane, t.row_chroma + lane, clip.chroma_chunks, bits)
+        .run(uv);
+    float greys = 0.f;
 #pragma unroll 1
-    for (int row = 0; row < rows; row += kRows) {
-      const int some = min(kRows, rows - row);
-#pragma unroll 1
-      for (int slot = 0; slot < some; ++slot) sum_row(clip, t, at, row + slot, slot, next);
-      __syncwarp();
-      const int place =
-          frame * clip.stride_time + (first_row + row) * clip.stride_row + first_column * clip.stride_column;
-      greys += finish_rows<Out>(clip, t, luma - luma_begin, chroma - 2 * chroma_begin, lane, columns, place, some);
-      __syncwarp();
+    for (int row = 0; row < rows; row += 8) {
+      greys += finish<Out>(clip, frame, first_row + row + lane % 4 * 2, first_column + lane / 4 * 2 + mirrored(clip), pairs, y[0][0],
+                           uv[0][0], uv[1][0]);
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {  // an index that changes would take the sums out of registers
+        y[0][0][k] = y[0][1][k];
+        uv[0][0][k] = uv[0][1][k];
+        uv[1][0][k] = uv[1][1][k];
+      }
     }
     if (clip.target == kFinished) continue;
-    luma[lane] = greys;
-    __syncwarp();
-    if (lane == 0) {
-      for (int k = 1; k < 32; ++k) greys += luma[k];
-      reinterpret_cast<float*>(clip.sums)[(frame * clip.bands + band) * clip.strips + strip] = greys;
-    }
-    __syncwarp();
+    greys = sum_of_lanes(greys);
+    if (lane == 0) reinterpret_cast<float*>(clip.sums)[(frame * clip.bands + band) * clip.strips + strip] = greys;
   }
 }
 
-#define ENTRY(name, word, out)                                                                                \
-  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) name(const __grid_constant__ Batch batch) { \
-    make_clips<word, out>(batch);                                                                             \
+#define ENTRY(name, word, out)                                                                                      \
+  extern "C" __global__ void __launch_bounds__(kThreads, kBlocks<word>) name(const __grid_constant__ Batch batch) { \
+    make_clips<word, out>(batch);                                                                                   \
   }
 #ifdef CLIP_ENTRY  // at run time only the entry that is wanted is compiled: all of them take seconds
 ENTRY(CLIP_ENTRY, CLIP_WORD, CLIP_OUT)
