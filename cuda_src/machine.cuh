@@ -26,6 +26,9 @@ __device__ __forceinline__ void multiply_tf32(float (&d)[4], const float (&a)[4]
         "r"(__float_as_uint(b0)), "r"(__float_as_uint(b1)));
 }
 
+// Has the compiler work out two numbers before whatever follows.
+__device__ __forceinline__ void have_now(unsigned int& a, unsigned int& b) { asm volatile("" : "+r"(a), "+r"(b)); }
+
 // x * scale + offset, of two halves each.
 __device__ __forceinline__ unsigned int scale_halves(unsigned int x, unsigned int scale, unsigned int offset) {
   unsigned int result;

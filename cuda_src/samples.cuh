@@ -24,8 +24,8 @@ struct Bits {
   __device__ __forceinline__ bool has_fine() const { return false; }
 };
 
-// Of 16 bits: `shift` is where the ten highest bits in use begin, and those below are of use too if `fine`. They weigh so little that
-// they need weights of one half only.
+// Of 16 bits: `shift` is where the ten highest bits in use begin, and those below are of use too if `fine`. They weigh so little
+// that they need weights of one half only.
 template <>
 struct Bits<unsigned short> {
   int shift;

@@ -1,5 +1,5 @@
-// Finished values as the output's type: rounded to nearest; 8-bit values are RGB * 255 and held within 0 ... 255. What is kept in 16
-// bits of [0, 1] comes as 2^23 + RGB * 65535, whose low bits as a float are that number, rounded.
+// Finished values as the output's type: rounded to nearest; 8-bit values are RGB * 255 and held within 0 ... 255. What is kept in
+// 16 bits of [0, 1] comes as 2^23 + RGB * 65535, whose low bits as a float are that number, rounded.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -10,7 +10,9 @@ __device__ __forceinline__ void store(float* at, float value) { *at = value; }
 __device__ __forceinline__ void store(__half* at, float value) { *at = __float2half_rn(value); }
 __device__ __forceinline__ void store(__nv_bfloat16* at, float value) { *at = __float2bfloat16_rn(value); }
 __device__ __forceinline__ void store(unsigned char* at, float value) { *at = static_cast<unsigned char>(code_of(value)); }
-__device__ __forceinline__ void store(unsigned short* at, float value) { *at = static_cast<unsigned short>(__float_as_uint(value)); }
+__device__ __forceinline__ void store(unsigned short* at, float value) {
+  *at = static_cast<unsigned short>(__float_as_uint(value));
+}
 
 // Two neighbours, the first at a multiple of two elements.
 __device__ __forceinline__ void store_two(float* at, float first, float second) {

@@ -121,6 +121,7 @@ inline void multiply_tf32(float (&d)[4], const float (&a)[4], float b0, float b1
       d[i] += __uint_as_float(all[4 * g + k % 4][k / 4 * 2 + i / 2]) *
               __uint_as_float(all[4 * (2 * t + i % 2) + k % 4][4 + k / 4]);
 }
+inline void have_now(unsigned int&, unsigned int&) {}
 inline unsigned int scale_halves(unsigned int x, unsigned int scale, unsigned int offset) {
   unsigned int result = 0;
   for (int k = 0; k < 2; ++k) {

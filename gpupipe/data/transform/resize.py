@@ -24,14 +24,17 @@ SHARED_BYTES = 96 * 1024
 FINISHED, UNIT, FLOAT = 0, 1, 2
 """What a launch writes: finished clips; or RGB to go on with, in 16 bits of [0, 1] or as float32, and sums of its greys."""
 
-WARPS = 8
+WARPS = 4
 """Of a block: each makes frames of its own."""
 OPTIONS: tuple[str, ...] = ()
 """Further options of the compiler: the source has constants to try."""
 BANDS = (16, 8)
 """Output rows of a block, the most that fit: between two bands some rows are read twice."""
-FRAMES_A_WARP = 2
-"""That a warp makes one after the other with the weights which its block has worked out."""
+FRAMES_A_WARP = (4, 2)
+"""That a warp makes one after the other with the weights which its block has worked out: the most that leave the GPU enough
+blocks, else one."""
+ENOUGH_BLOCKS = 1024
+"""Twice what the largest GPU works on at a time."""
 _STRIP = 16
 """Output columns of a block."""
 _TILE = 8
@@ -39,7 +42,8 @@ _TILE = 8
 _LUMA_GROUP, _CHROMA_GROUP = 32, 16
 """Columns of samples that a warp reads together; what it reads begins at a multiple of a quarter of these."""
 _TAPS_BYTES = 32
-_REACH_BYTES = 96
+_NOTES_BYTES = 112
+"""What a block keeps besides weights."""
 
 _AXIS = "3d2f8i"
 _CLIP = struct.Struct(f"=3Qq4i{_AXIS}{_AXIS}18f{STEPS_BYTES}s20i")
@@ -105,7 +109,7 @@ def layout_of(geometry: Geometry) -> Layout | None:
     luma_groups, chroma_groups = (across + 38) // _LUMA_GROUP, (across_chroma + 18) // _CHROMA_GROUP
     luma_chunks, chroma_chunks = (down + 14) // _TILE, (down_chroma + 14) // _TILE
     row_taps, column_taps = _reach(rows, 1)[1], _reach(columns, 1)[1]
-    tables = 2048 * luma_groups + 1024 * chroma_groups + (_TAPS_BYTES + 4 * column_taps) * _STRIP + _REACH_BYTES
+    tables = 2048 * luma_groups + 1024 * chroma_groups + (_TAPS_BYTES + 4 * column_taps) * _STRIP + _NOTES_BYTES
     for band in BANDS:
         shared = tables + 512 * (luma_chunks + chroma_chunks) * (band // _TILE) + (_TAPS_BYTES + 4 * row_taps) * band
         if shared <= SHARED_BYTES:
@@ -212,7 +216,7 @@ def pack(clips: Sequence[Clip]) -> tuple[bytearray, int]:
     starts: list[int] = []
     frames: list[int] = []
     blocks = 0
-    a_block = WARPS * FRAMES_A_WARP
+    a_block = _frames_a_block(clips)
     for number, clip in enumerate(clips):
         cut, count = clip.layout, len(clip.frame_map)
         _pack_clip(buffer, number * CLIP_BYTES, clip, len(frames), a_block)
@@ -223,6 +227,14 @@ def pack(clips: Sequence[Clip]) -> tuple[bytearray, int]:
     _FIRST_BLOCK.pack_into(buffer, MAX_CLIPS * CLIP_BYTES, *starts)
     struct.pack_into(f"={len(frames)}h", buffer, _SOURCE_AT, *frames)
     return buffer, blocks
+
+
+def _frames_a_block(clips: Sequence[Clip]) -> int:
+    parts = [(clip.layout.bands * clip.layout.strips, len(clip.frame_map)) for clip in clips]
+    for frames in FRAMES_A_WARP:
+        if sum(count * -(-whole // (WARPS * frames)) for count, whole in parts) >= ENOUGH_BLOCKS:
+            return WARPS * frames
+    return WARPS
 
 
 def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, frames_a_block: int) -> None:
