@@ -4,6 +4,9 @@
 // frame's mean, or a blur follows, it ends with RGB and the sums for the mean, as clip_resize.cu does. The truth it must equal is
 // gpupipe/data/transform/affine.py and geometry.py.
 //
+// Planes are read through a texture where samples are few (turns, shifts, zooms, temporal picks and blends without a wide filter),
+// and by plain loads where antialias makes them many. Two frames are blended for a time between them as sums of their samples.
+//
 // A thread sums one output pixel's samples straight from the planes, in some frames together, for which places and weights are the
 // same. With antialias a pixel's samples grow with the shrink, but so does the frame for the same output: each of its samples is
 // read by about four outputs (sixteen with bicubic), out of the cache. RGB of the frame at its own size, to be moved in a second
@@ -27,7 +30,8 @@ constexpr int kBlocks = CLIP_BLOCKS;      // at a time on one multiprocessor, as
 constexpr int kTable = 16;    // weights of rows that a thread keeps
 constexpr int kWide = 4;      // samples that are read at once
 constexpr int kMaxClips = 8;
-constexpr int kMaxFrames = 552;
+constexpr int kMaxFrames = 256;
+constexpr int kMaxBlends = 128;
 
 enum Target { kFinished, kUnit, kFloat };
 enum Filter { kNearest, kBilinear, kBicubic };
@@ -49,7 +53,7 @@ struct Side {
 };
 
 struct MoveJob {
-  unsigned long long planes;  // address of the first frame
+  unsigned long long planes;  // address of the first frame; with textures the texture of all of them, kWide samples a texel
   unsigned long long out;     // of output pixel (0, 0)
   unsigned long long sums;    // (frames, tiles) float32: of the greys
   long long frame_samples;    // from one frame to the next
@@ -67,6 +71,8 @@ struct MoveJob {
   int clamp;         // RGB is held within [0, 1]
   int target;        // finished values; or RGB to go on with, in 16 bits of [0, 1] or as floats, and the sums
   int first_frame, frames;  // among source
+  int first_blend;          // among blend; -1: nothing is blended
+  int frame_rows;           // from one frame to the next
   int height, width;        // of the output
   int tiles_across, tiles;  // of a frame
 };
@@ -74,9 +80,10 @@ struct MoveJob {
 struct MoveBatch {
   MoveJob clips[kMaxClips];
   int first_block[kMaxClips + 1];  // of each clip
-  short source[kMaxFrames];        // frame in planes
+  short source[kMaxFrames];        // frame in planes; of a clip that is blended two for each of its frames
+  float blend[kMaxBlends];         // share of the second one
 };
-static_assert(sizeof(MoveJob) == 368, "gpupipe/data/transform/move.py packs this struct");
+static_assert(sizeof(MoveJob) == 376, "gpupipe/data/transform/move.py packs this struct");
 static_assert(sizeof(MoveBatch) <= 4096, "as large as an argument may be");
 
 extern __shared__ double shared_memory[];
@@ -143,6 +150,7 @@ __device__ __forceinline__ Taps find_taps(const MoveJob& job, const Side& side, 
     taps.end = max(taps.first, min(last, side.high));
     if (job.edges == kDrop && (taps.origin < side.low || last > side.high)) taps.cover = inside * taps.norm;
   }
+  if (taps.first >= taps.end) taps.first = taps.end = 0;  // nothing is read, not even beside it
   taps.chroma_first = taps.first;
   taps.chroma_end = taps.end;
   if (side.chroma_step < 1.f && taps.first < taps.end) {
@@ -190,27 +198,50 @@ __device__ __forceinline__ float sample_of(unsigned int word, unsigned int selec
 struct Four8 {
   unsigned int word;
   __device__ __forceinline__ void load(const unsigned char* at) { word = *reinterpret_cast<const unsigned int*>(at); }
+  __device__ __forceinline__ void fetch(cudaTextureObject_t from, float x, float y) { word = tex2D<unsigned int>(from, x, y); }
   __device__ __forceinline__ float sample(int k) const { return sample_of(word, 0x7440u + k); }
 };
 
 struct Four16 {
   uint2 words;
   __device__ __forceinline__ void load(const unsigned short* at) { words = *reinterpret_cast<const uint2*>(at); }
+  __device__ __forceinline__ void fetch(cudaTextureObject_t from, float x, float y) { words = tex2D<uint2>(from, x, y); }
   __device__ __forceinline__ float sample(int k) const {
     return sample_of(k < 2 ? words.x : words.y, k % 2 ? 0x7432u : 0x7410u);
   }
 };
 
-__device__ __forceinline__ Four8 four_of(const unsigned char*) { return {}; }
-__device__ __forceinline__ Four16 four_of(const unsigned short*) { return {}; }
+__device__ __forceinline__ Four8 four_of(unsigned char) { return {}; }
+__device__ __forceinline__ Four16 four_of(unsigned short) { return {}; }
 
 // What a thread makes: one output pixel of kCount frames.
-template <typename Word, int kCount>
+template <typename Frame, int kCount>
 struct Pixel {
   const Taps &rows, &columns;  // in shared memory: between two sums nothing of them is needed
   float* table;                // (kTable + kWide), kThreads apart: weights of some rows, and of a strip's columns
-  const Word* frames[kCount];
+  Frame frames[kCount];
 };
+
+// A frame is an address for plain loads, or the middle of its first row in a texture, whose cache keeps to neighbourhoods in both
+// directions.
+template <typename Word>
+__device__ __forceinline__ void find_frame(const MoveJob& job, int number, const Word*& frame) {
+  frame = reinterpret_cast<const Word*>(job.planes) + number * job.frame_samples;
+}
+
+__device__ __forceinline__ void find_frame(const MoveJob& job, int number, float& frame) {
+  frame = static_cast<float>(number * job.frame_rows) + 0.5f;
+}
+
+template <typename Four, typename Word>
+__device__ __forceinline__ void read(Four& four, const MoveJob& job, const Word* frame, int row, int column) {
+  four.load(frame + row * job.pitch + column);
+}
+
+template <typename Four>
+__device__ __forceinline__ void read(Four& four, const MoveJob& job, float frame, int row, int column) {
+  four.fetch(job.planes, static_cast<float>(column / kWide) + 0.5f, frame + static_cast<float>(row));
+}
 
 // A part of the frame's rows: luma, one chroma plane, or both where U and V alternate.
 struct Plane {
@@ -221,8 +252,8 @@ struct Plane {
 // The sums of `count` of a plane's rows from `row` on, kTable at most, those of samples in even and in odd columns apart, for each
 // frame. A strip's ends may lie outside of what is read, and even of the row, but within its pitch: they weigh nothing. Luma and
 // chroma take one loop, not one each, as a kernel is compiled while somebody waits.
-template <typename Word, int kCount>
-__device__ __forceinline__ void sum_rows(const MoveJob& job, const Pixel<Word, kCount>& pixel, const Plane& plane, int row, int count,
+template <typename Word, typename Frame, int kCount>
+__device__ __forceinline__ void sum_rows(const MoveJob& job, const Pixel<Frame, kCount>& pixel, const Plane& plane, int row, int count,
                                          float (&even)[kCount], float (&odd)[kCount]) {
   const Taps& columns = pixel.columns;
   const int step = plane.alternates ? 2 : 1;  // samples of a row for one of a plane
@@ -243,18 +274,16 @@ __device__ __forceinline__ void sum_rows(const MoveJob& job, const Pixel<Word, k
       if (plane.alternates) column_table[(i + 1) * kThreads] = weight;
     }
     float sums[kCount][kWide] = {};
-    int at = (plane.first_row + row) * job.pitch + strip;
 #pragma unroll 2
     for (int k = 0; k < count; ++k) {
       const float weight = pixel.table[k * kThreads];
 #pragma unroll
       for (int frame = 0; frame < kCount; ++frame) {
-        auto four = four_of(pixel.frames[frame]);
-        four.load(pixel.frames[frame] + at);
+        auto four = four_of(Word());
+        read(four, job, pixel.frames[frame], plane.first_row + row + k, strip);
 #pragma unroll
         for (int i = 0; i < kWide; ++i) sums[frame][i] += weight * four.sample(i);
       }
-      at += job.pitch;
     }
 #pragma unroll
     for (int i = 0; i < kWide; i += 2) {
@@ -275,9 +304,11 @@ __device__ __forceinline__ void put(Out* at, const Rgb& c, const MoveJob& job) {
   store(at + 2 * job.stride_channel, c.b * job.gain[2] + job.bias[2]);
 }
 
-// One tile of output pixels for the clip's frames first_frame ... first_frame + count - 1.
-template <typename Word, typename Out, int kCount>
-__device__ __forceinline__ void make_tile(const MoveJob& job, const short* source, int tile, int first_frame, int count) {
+// One tile of output pixels for the clip's frames first_frame ... first_frame + count - 1; each of two sources when blended.
+template <typename Word, typename Frame, typename Out, int kCount, bool kBlended>
+__device__ __forceinline__ void make_tile(const MoveJob& job, const short* source, const float* blend, int tile, int first_frame,
+                                          int count) {
+  constexpr int kSources = kBlended ? 2 * kCount : kCount;
   const int thread = threadIdx.x;
   // A warp makes 8 x 4 pixels, which lie close together in the frame however it is turned.
   const int x = tile % job.tiles_across * kTile + thread / 32 % 2 * 8 + thread % 8;
@@ -288,13 +319,14 @@ __device__ __forceinline__ void make_tile(const MoveJob& job, const short* sourc
   Taps &rows = taps[thread], &columns = taps[kThreads + thread];
   rows = find_taps(job, job.rows, min(x, job.width - 1), min(y, job.height - 1));
   columns = find_taps(job, job.columns, min(x, job.width - 1), min(y, job.height - 1));
-  Pixel<Word, kCount> pixel{rows, columns, table + thread, {}};
+  Pixel<Frame, kSources> pixel{rows, columns, table + thread, {}};
 #pragma unroll
-  for (int k = 0; k < kCount; ++k)
-    pixel.frames[k] =
-        reinterpret_cast<const Word*>(job.planes) + source[first_frame + min(k, count - 1)] * job.frame_samples;
+  for (int k = 0; k < kSources; ++k) {
+    const int frame = first_frame + min(kBlended ? k / 2 : k, count - 1);
+    find_frame(job, source[kBlended ? frame + k % 2 * job.frames : frame], pixel.frames[k]);
+  }
 
-  float luma[kCount] = {}, u[kCount] = {}, v[kCount] = {};
+  float luma[kSources] = {}, u[kSources] = {}, v[kSources] = {};
 #pragma unroll 1
   for (int part = 0; part < (job.interleaved ? 2 : 3); ++part) {
     const bool both = job.interleaved && part == 1;
@@ -302,10 +334,10 @@ __device__ __forceinline__ void make_tile(const MoveJob& job, const short* sourc
     const int end = plane.is_chroma ? rows.chroma_end : rows.end;
 #pragma unroll 1
     for (int row = plane.is_chroma ? rows.chroma_first : rows.first; row < end; row += kTable) {
-      float even[kCount], odd[kCount];
-      sum_rows(job, pixel, plane, row, min(kTable, end - row), even, odd);
+      float even[kSources], odd[kSources];
+      sum_rows<Word>(job, pixel, plane, row, min(kTable, end - row), even, odd);
 #pragma unroll
-      for (int k = 0; k < kCount; ++k) {
+      for (int k = 0; k < kSources; ++k) {
         const float sum = even[k] + odd[k];
         if (part == 0) luma[k] += sum;
         if (part == 1) u[k] += both ? even[k] : sum;
@@ -314,6 +346,15 @@ __device__ __forceinline__ void make_tile(const MoveJob& job, const short* sourc
     }
   }
 
+  if (kBlended) {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      const float share = blend[first_frame + min(k, count - 1)];
+      luma[k] = luma[2 * k] + share * (luma[2 * k + 1] - luma[2 * k]);
+      u[k] = u[2 * k] + share * (u[2 * k + 1] - u[2 * k]);
+      v[k] = v[2 * k] + share * (v[2 * k + 1] - v[2 * k]);
+    }
+  }
   const float cover = pixel.rows.cover * pixel.columns.cover;
   Rgb pixels[kCount];
   const float* m = job.matrix;
@@ -353,7 +394,7 @@ __device__ __forceinline__ void make_tile(const MoveJob& job, const short* sourc
     reinterpret_cast<float*>(job.sums)[static_cast<long long>(first_frame + k) * job.tiles + tile] = pixel.table[k * kThreads];
 }
 
-template <typename Word, typename Out>
+template <typename Word, typename Frame, typename Out>
 __device__ __forceinline__ void move_clips(const MoveBatch& batch) {
   int number = 0;
   while (static_cast<int>(blockIdx.x) >= batch.first_block[number + 1]) ++number;
@@ -362,25 +403,40 @@ __device__ __forceinline__ void move_clips(const MoveBatch& batch) {
   const int tile = block % job.tiles, first_frame = block / job.tiles * kTogether;
   const int count = min(kTogether, job.frames - first_frame);
   const short* source = batch.source + job.first_frame;
-  if (count == 1)  // each frame of a clip with draws of its own
-    make_tile<Word, Out, 1>(job, source, tile, first_frame, 1);
-  else
-    make_tile<Word, Out, kTogether>(job, source, tile, first_frame, count);
+  if (job.first_blend >= 0) {
+    const float* blend = batch.blend + job.first_blend;
+    for (int k = 0; k < count; k += kTogether / 2) {
+      make_tile<Word, Frame, Out, kTogether / 2, true>(job, source, blend, tile, first_frame + k, min(kTogether / 2, count - k));
+      __syncthreads();  // before the tables are used again
+    }
+  } else if (count == 1) {  // each frame of a clip with draws of its own
+    make_tile<Word, Frame, Out, 1, false>(job, source, nullptr, tile, first_frame, 1);
+  } else {
+    make_tile<Word, Frame, Out, kTogether, false>(job, source, nullptr, tile, first_frame, count);
+  }
 }
 
-#define ENTRY(name, word, out)                                                                           \
+#define ENTRY(name, word, frame, out)                                                                    \
   extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) name(const __grid_constant__ MoveBatch batch) { \
-    move_clips<word, out>(batch);                                                                        \
+    move_clips<word, frame, out>(batch);                                                                 \
   }
 #ifdef CLIP_ENTRY  // at run time only the entry that is wanted is compiled: all of them take seconds
-ENTRY(CLIP_ENTRY, CLIP_WORD, CLIP_OUT)
+ENTRY(CLIP_ENTRY, CLIP_WORD, CLIP_FRAME, CLIP_OUT)
 #else
-ENTRY(move_u8_float32, unsigned char, float)
-ENTRY(move_u8_float16, unsigned char, __half)
-ENTRY(move_u8_bfloat16, unsigned char, __nv_bfloat16)
-ENTRY(move_u8_uint8, unsigned char, unsigned char)
-ENTRY(move_u16_float32, unsigned short, float)
-ENTRY(move_u16_float16, unsigned short, __half)
-ENTRY(move_u16_bfloat16, unsigned short, __nv_bfloat16)
-ENTRY(move_u16_uint8, unsigned short, unsigned char)
+ENTRY(move_u8_float32, unsigned char, const unsigned char*, float)
+ENTRY(move_u8_float16, unsigned char, const unsigned char*, __half)
+ENTRY(move_u8_bfloat16, unsigned char, const unsigned char*, __nv_bfloat16)
+ENTRY(move_u8_uint8, unsigned char, const unsigned char*, unsigned char)
+ENTRY(move_u16_float32, unsigned short, const unsigned short*, float)
+ENTRY(move_u16_float16, unsigned short, const unsigned short*, __half)
+ENTRY(move_u16_bfloat16, unsigned short, const unsigned short*, __nv_bfloat16)
+ENTRY(move_u16_uint8, unsigned short, const unsigned short*, unsigned char)
+ENTRY(move_u8_texture_float32, unsigned char, float, float)
+ENTRY(move_u8_texture_float16, unsigned char, float, __half)
+ENTRY(move_u8_texture_bfloat16, unsigned char, float, __nv_bfloat16)
+ENTRY(move_u8_texture_uint8, unsigned char, float, unsigned char)
+ENTRY(move_u16_texture_float32, unsigned short, float, float)
+ENTRY(move_u16_texture_float16, unsigned short, float, __half)
+ENTRY(move_u16_texture_bfloat16, unsigned short, float, __nv_bfloat16)
+ENTRY(move_u16_texture_uint8, unsigned short, float, unsigned char)
 #endif

@@ -29,7 +29,7 @@ from plane_cases import (
 )
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import ClipInput, ClipTransform, finish, fuse, resize
+from gpupipe.data.transform import ClipInput, ClipTransform, finish, fuse, move, resize
 from gpupipe.data.transform.adjust import adjust
 from gpupipe.data.transform.geometry import geometry
 from gpupipe.data.transform.params import ColorOp, whole
@@ -225,3 +225,44 @@ def test_colours_that_need_more_than_a_pixel_are_left_to_torch() -> None:
     assert not finish.serves([ColorOp("contrast", 0.5), ColorOp("contrast", 0.5)])
     for name in ("sharpness", "autocontrast", "equalize"):
         assert not finish.serves([ColorOp(name)])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", [{"nv": True}, {}, {"nv": True, "bits": 10, "p016": True}])
+@pytest.mark.parametrize("rotation", [0, 90])
+def test_two_frames_are_blended_in_the_one_launch(
+    launches: list[str], monkeypatch: pytest.MonkeyPatch, form: dict[str, Any], rotation: Any
+) -> None:
+    """Where the filter is not made wider; through textures. With contrast it takes the second launch, as anything does."""
+    bits = form.get("bits", 8)
+    info, planes = make_info(45, 38, rotation=rotation, bit_depth=bits), make_planes(make_format(45, 38, **form), 6)
+    config = TransformConfig(size=(60, 71), dtype="float32")
+    for color in ((), (ColorOp("saturation", 0.5), ColorOp("contrast", 1.3))):
+        params = replace(random_params(np.random.default_rng(2), info.display_size), color=color)
+        out = torch.zeros((3, 5, 60, 71))
+        clip = ClipInput(planes, info, params, [0, 1, 1, 3, 4, 5, 4, 3, 2, 0], out, blend=[0.25, 0.5, 0.0, 1.0, 0.9])
+        ClipTransform(config, 5).apply_batch([clip])
+        assert launches == [f"move_u{8 if bits == 8 else 16}_texture_float32", "color_float32"][: 1 + bool(color)]
+        assert float((out - _reference(clip, config, monkeypatch)).abs().max()) < 20 * UNIT / min(config.std)
+        launches.clear()
+
+
+def test_more_blended_frames_than_a_launch(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    info, planes = make_info(24, 18), make_planes(make_format(24, 18, nv=True), 40)
+    config, count = TransformConfig(size=(19, 26), dtype="float32"), move.MAX_BLENDS + 30
+    rng = np.random.default_rng(1)
+    frames, blend = [int(f) for f in rng.integers(0, 40, 2 * count)], [float(s) for s in rng.random(count)]
+    out = torch.zeros((3, count, 19, 26))
+    clip = ClipInput(planes, info, whole(info.display_size), frames, out, blend=blend)
+    ClipTransform(config, count).apply_batch([clip])
+    assert launches == ["move_u8_texture_float32"] * 2
+    assert float((out - _reference(clip, config, monkeypatch)).abs().max()) < UNIT / min(config.std)
+
+
+def test_planes_that_no_texture_can_lie_over_are_read_plainly(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(move, "can_be_textured", lambda frames: False)
+    info, planes = make_info(45, 38), make_planes(make_format(45, 38, nv=True), 2)
+    config = TransformConfig(size=(60, 71), dtype="float32", interpolation="bicubic")
+    clip = ClipInput(planes, info, whole(info.display_size), [1, 0], torch.zeros((3, 2, 60, 71)))
+    ClipTransform(config, 2).apply_batch([clip])
+    assert launches == ["move_u8_float32"]
+    assert float((clip.out - _reference(clip, config, monkeypatch)).abs().max()) < UNIT / min(config.std)

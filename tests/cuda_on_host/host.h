@@ -26,6 +26,25 @@ inline Index threadIdx, blockIdx;
 constexpr int kSharedDoubles = 12288;  // 96 KB
 double shared_memory[kSharedDoubles];
 
+// A texture of texels of 32 or 64 bits with point filter: what a handle points to. A right kernel fetches nothing outside.
+using cudaTextureObject_t = unsigned long long;
+struct Texture {
+  const void* data;
+  int width, rows, pitch;  // in texels
+};
+inline int fetches_outside = 0;
+
+template <typename Texel>
+Texel tex2D(cudaTextureObject_t handle, float x, float y) {
+  const Texture& texture = *reinterpret_cast<const Texture*>(handle);
+  const int column = static_cast<int>(std::floor(x)), row = static_cast<int>(std::floor(y));
+  if (column < 0 || column >= texture.width || row < 0 || row >= texture.rows) {
+    ++fetches_outside;
+    return {};
+  }
+  return static_cast<const Texel*>(texture.data)[static_cast<long>(row) * texture.pitch + column];
+}
+
 inline float __uint_as_float(unsigned int bits) {
   float value;
   std::memcpy(&value, &bits, sizeof value);

@@ -70,7 +70,8 @@ class ClipTransform:
         if config.auto_augment:
             levels.compile_for()
         if config.affine or config.auto_augment or not stretches:
-            move.compile_for(1, self.dtype)
+            for textured in (True, False):
+                move.compile_for(1, self.dtype, textured=textured)
         if stretches:
             resize.compile_for(1, self.dtype)
 

@@ -124,31 +124,34 @@ class Fuser:
 
     def _jobs(self, clip: ClipInput) -> list[tuple[Job, _Second | None]] | None:
         """What the first launch has to do, and the second: for the whole clip, or for each frame; None where others must."""
-        if clip.blend or clip.out.dtype != self._dtype:
+        if clip.out.dtype != self._dtype:
             return None
         params = clip.params
         if not params.frames:
-            job = self._job(clip, params, clip.frame_map, 0)
+            job = self._job(clip, params, clip.frame_map, clip.blend, 0)
             return None if job is None else [job]
         jobs = []
         for t, each in enumerate(params.frames):
-            job = self._job(clip, each, clip.frame_map[t : t + 1], t)
+            job = self._job(clip, each, clip.frame_map[t :: len(params.frames)], clip.blend[t : t + 1], t)
             if job is None:
                 return None
             jobs.append(job)
         return jobs
 
     def _job(
-        self, clip: ClipInput, params: TransformParams, frame_map: Sequence[int], first: int
+        self, clip: ClipInput, params: TransformParams, frame_map: Sequence[int], blend: Sequence[float], first: int
     ) -> tuple[Job, _Second | None] | None:
         if not finish.serves(params.color):
             return None
         config, planes, info, out = self._config, clip.planes, clip.info, clip.out
         check_planes(planes, info, out.device)
         matrix, fill, ops = self._matrix(info, planes.format, params.color)
-        begin, sums_a_frame = begin_on_cuda(
-            planes, info, params, out, config.size, fill, filter=config.interpolation, antialias=config.antialias
+        way = begin_on_cuda(
+            planes, info, params, out, config.size, fill, filter=config.interpolation, antialias=config.antialias, blend=blend
         )
+        if way is None:
+            return None
+        begin, sums_a_frame = way
         strides = out.stride()
         strides = strides[self._time], strides[self._channel], strides[2], strides[3]
         item = out.element_size()
@@ -172,7 +175,8 @@ class Fuser:
             (CHANNELS * height * width, height * width, width, 1),
         )  # fmt: skip
         after = finish.Clip(
-            0, target == resize.FLOAT, 0, sums_a_frame if contrast < len(ops) else 0, steps, self._scale, len(frame_map),
+            0, target == resize.FLOAT, 0, sums_a_frame if contrast < len(ops) else 0, steps, self._scale,
+            len(blend) or len(frame_map),
             config.size, address, strides,
         )  # fmt: skip
         return job, _Second(after, sums_a_frame, sigma)

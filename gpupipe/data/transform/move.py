@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +19,13 @@ from gpupipe.data.transform.finish import STEPS_BYTES
 from gpupipe.data.transform.geometry import Axis, Filter, geometry
 from gpupipe.data.transform.params import Size, TransformParams, whole
 from gpupipe.device.module import cuda_type, kernel, launch
+from gpupipe.device.texture import can_be_textured, texture_of
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
 
 MAX_CLIPS = 8
-MAX_FRAMES = 552
-"""Clips and frames of one launch: as many as the argument, which is 4 KB at most, has room for."""
+MAX_FRAMES = 256
+MAX_BLENDS = MAX_FRAMES // 2
+"""Clips, their frames and blends of two frames in one launch: as many as the argument, which is 4 KB at most, has room for."""
 THREADS = 256
 TOGETHER = 4
 """Frames that a thread makes together."""
@@ -40,10 +43,11 @@ DROP, RENORMALISE, REPEAT = 0, 1, 2
 made larger; or the outermost sample is repeated."""
 
 _SIDE = struct.Struct("=4d2f4i")
-_CLIP = struct.Struct(f"=3Q5q{_SIDE.size}s{_SIDE.size}s21f{STEPS_BYTES}sf14i")
+_CLIP = struct.Struct(f"=3Q5q{_SIDE.size}s{_SIDE.size}s21f{STEPS_BYTES}sf16i")
 _FIRST_BLOCK = struct.Struct(f"={MAX_CLIPS + 1}i")
 _SOURCE_AT = MAX_CLIPS * _CLIP.size + _FIRST_BLOCK.size
-BATCH = np.dtype([("bytes", f"V{(_SOURCE_AT + 2 * MAX_FRAMES + 7) // 8 * 8}")])
+_BLEND_AT = _SOURCE_AT + 2 * MAX_FRAMES
+BATCH = np.dtype([("bytes", f"V{(_BLEND_AT + 4 * MAX_BLENDS + 7) // 8 * 8}")])
 
 
 class Side(NamedTuple):
@@ -76,6 +80,11 @@ class Sampling(NamedTuple):
     edges: int
 
     @property
+    def widens(self) -> bool:
+        """Whether the filter is made wider, so that an output reads many samples."""
+        return max(self.rows.support, self.columns.support) > 1
+
+    @property
     def tiles(self) -> int:
         """Of a frame; so many sums of its greys there are."""
         return -(-self.size[0] // _TILE) * -(-self.size[1] // _TILE)
@@ -96,6 +105,7 @@ class Clip:
     clamp: bool
     """Whether RGB is held within [0, 1]."""
     frame_map: Sequence[int]
+    """T positions into ``planes``; with ``blend`` 2 T: those that are blended with the first T come after them."""
     target: int
     """What is written: ``FINISHED``, ``UNIT`` or ``FLOAT`` of :mod:`gpupipe.data.transform.resize`."""
     item_bytes: int
@@ -106,6 +116,18 @@ class Clip:
     """Of time, channel, row and column, in elements."""
     sums: int = 0
     """Address of (T, tiles) float32 for the sums of the greys, where the target is not ``FINISHED``."""
+    blend: Sequence[float] = ()
+    """T shares, 0 to 1, of the second frame; none: nothing is blended."""
+
+    @property
+    def frames(self) -> int:
+        """T."""
+        return len(self.blend) or len(self.frame_map)
+
+    @property
+    def textured(self) -> bool:
+        """Whether samples are fetched through a texture: where they are few, and where one can lie over the planes."""
+        return not self.sampling.widens and can_be_textured(self.planes.data)
 
 
 def sampling_of(
@@ -152,35 +174,38 @@ def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
     """
     for some in _launches(clips):
         packed, blocks = pack(some)
-        function = compile_for(some[0].planes.format.sample_bytes, dtype)
+        function = compile_for(some[0].planes.format.sample_bytes, dtype, textured=some[0].textured)
         launch(function, (blocks, 1, 1), (THREADS, 1, 1), (packed,), shared_bytes=SHARED_BYTES)
 
 
-def compile_for(sample_bytes: int, dtype: torch.dtype) -> Any:
+def compile_for(sample_bytes: int, dtype: torch.dtype, *, textured: bool) -> Any:
     """The kernel that turns samples of this size into this dtype: compiled now, unless it is in memory or in the disk cache.
 
     Raises:
         DeviceError: when it cannot be compiled here.
     """
-    return kernel("clip_move.cu", *_entry(sample_bytes, dtype))
+    return kernel("clip_move.cu", *_entry(sample_bytes, dtype, textured))
 
 
 @functools.cache
-def _entry(sample_bytes: int, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
-    name = f"move_u{8 * sample_bytes}_{str(dtype).removeprefix('torch.')}"
+def _entry(sample_bytes: int, dtype: torch.dtype, textured: bool) -> tuple[str, tuple[str, ...]]:
+    name = f"move_u{8 * sample_bytes}_{'texture_' if textured else ''}{str(dtype).removeprefix('torch.')}"
     word = "unsigned char" if sample_bytes == 1 else "unsigned short"
+    frame = "float" if textured else f"const {word}*"
     tuned = f"-DCLIP_TOGETHER={TOGETHER}", *OPTIONS
-    return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={cuda_type(dtype)}", *tuned)
+    return name, (
+        f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_FRAME={frame}", f"-DCLIP_OUT={cuda_type(dtype)}", *tuned,
+    )  # fmt: skip
 
 
 def _launches(clips: Sequence[Clip]) -> Iterator[list[Clip]]:
-    """Clips that share a launch: those with samples of one size. A clip with more frames than a launch has room for comes in
-    parts."""
-    for sample_bytes in (1, 2):
+    """Clips that share a launch: those with samples of one size, read in one way. A clip with more frames than a launch takes
+    comes in parts."""
+    for sample_bytes, textured in itertools.product((1, 2), (False, True)):
         part: list[Clip] = []
         frames = 0
         for clip in clips:
-            if clip.planes.format.sample_bytes != sample_bytes:
+            if (clip.planes.format.sample_bytes, clip.textured) != (sample_bytes, textured):
                 continue
             for piece in _pieces(clip):
                 if part and (len(part) == MAX_CLIPS or frames + len(piece.frame_map) > MAX_FRAMES):
@@ -193,13 +218,15 @@ def _launches(clips: Sequence[Clip]) -> Iterator[list[Clip]]:
 
 
 def _pieces(clip: Clip) -> Iterator[Clip]:
-    frames = clip.frame_map
-    if len(frames) <= MAX_FRAMES:
+    if len(clip.frame_map) <= MAX_FRAMES:
         yield clip
         return
-    for begin in range(0, len(frames), MAX_FRAMES):
+    room, count = MAX_BLENDS if clip.blend else MAX_FRAMES, clip.frames
+    for begin in range(0, count, room):
+        end = min(begin + room, count)
+        frames = [*clip.frame_map[begin:end], *(clip.frame_map[count + begin : count + end] if clip.blend else ())]
         out, sums = clip.out + begin * clip.item_bytes * clip.strides[0], clip.sums + 4 * begin * clip.sampling.tiles
-        yield replace(clip, frame_map=frames[begin : begin + MAX_FRAMES], out=out, sums=sums)
+        yield replace(clip, frame_map=frames, out=out, sums=sums, blend=clip.blend[begin:end])
 
 
 def pack(clips: Sequence[Clip]) -> tuple[Any, int]:
@@ -207,19 +234,22 @@ def pack(clips: Sequence[Clip]) -> tuple[Any, int]:
     buffer = bytearray(BATCH.itemsize)
     starts: list[int] = []
     frames: list[int] = []
+    blends: list[float] = []
     blocks = 0
     for number, clip in enumerate(clips):
-        _pack_clip(buffer, number * _CLIP.size, clip, len(frames))
+        _pack_clip(buffer, number * _CLIP.size, clip, len(frames), len(blends) if clip.blend else -1)
         frames += clip.frame_map
+        blends += clip.blend
         starts.append(blocks)
-        blocks += clip.sampling.tiles * -(-len(clip.frame_map) // TOGETHER)
+        blocks += clip.sampling.tiles * -(-clip.frames // TOGETHER)
     starts += [blocks] * (MAX_CLIPS + 1 - len(clips))
     _FIRST_BLOCK.pack_into(buffer, MAX_CLIPS * _CLIP.size, *starts)
     struct.pack_into(f"={len(frames)}h", buffer, _SOURCE_AT, *frames)
+    struct.pack_into(f"={len(blends)}f", buffer, _BLEND_AT, *blends)
     return np.frombuffer(buffer, BATCH)[0], blocks
 
 
-def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int) -> None:
+def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, first_blend: int) -> None:
     planes, sampling = clip.planes, clip.sampling
     form, data = planes.format, planes.data
     frame_samples, pitch, step = data.stride()
@@ -234,11 +264,12 @@ def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int) -> None
     if sampling.mirrored[1]:
         out, column = out + (width - 1) * column * clip.item_bytes, -column
     _CLIP.pack_into(
-        buffer, at, data.data_ptr(), out, clip.sums, frame_samples, time, channel, row, column,
+        buffer, at, texture_of(data) if clip.textured else data.data_ptr(), out, clip.sums, frame_samples,
+        time, channel, row, column,
         _packed(sampling.rows), _packed(sampling.columns), *clip.color, *clip.fill, clip.steps, sampling.sharpness,
         _FILTERS[sampling.filter], sampling.edges, pitch, form.height,
         form.height if form.interleaved else form.height + form.chroma_height, form.interleaved, clip.clamp, clip.target,
-        first_frame, len(clip.frame_map), height, width, -(-width // _TILE), sampling.tiles,
+        first_frame, clip.frames, first_blend, data.shape[1], height, width, -(-width // _TILE), sampling.tiles,
     )  # fmt: skip
 
 

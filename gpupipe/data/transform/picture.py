@@ -60,20 +60,24 @@ def begin_on_cuda(
     *,
     filter: Filter,
     antialias: bool,
-) -> tuple[Callable[..., Job], int]:
+    blend: Sequence[float] = (),
+) -> tuple[Callable[..., Job], int] | None:
     """The kernel that samples a clip of ``size``: by the fused resize where it has the filter and the room, else by the one for
     any move.
 
     Returns:
-        What makes its job out of the fields from ``color`` on, and the sums of greys that there are for a frame.
+        What makes its job out of the fields from ``color`` on, and the sums of greys that there are for a frame. None where two
+        frames are to be blended and the fused resize, which cannot, is by far the faster for each of them.
     """
     if params.affine is None and filter == "bilinear" and resize.reaches(out.stride(), out.shape):
         sampling = geometry(info, planes.format, params, size, antialias=antialias)
         layout = resize.layout_of(sampling)
-        if layout is not None:
+        if layout is not None and not blend:
             return partial(resize.Clip, planes, sampling, layout), layout.bands * layout.strips
+        if layout is not None and max(sampling.rows.support, sampling.columns.support) > 1:
+            return None
     moved = move.sampling_of(info, planes.format, params, size, filter=filter, antialias=antialias)
-    return partial(move.Clip, planes, moved, tuple(fill)), moved.tiles
+    return partial(move.Clip, planes, moved, tuple(fill), blend=blend), moved.tiles
 
 
 def make_on_cuda(jobs: Sequence[Job], dtype: torch.dtype) -> None:
@@ -114,9 +118,11 @@ class Picture:
         fill_folded = folded @ np.array(fill)
         size = (int(out.shape[2]), int(out.shape[3]))
         if out.is_cuda:
-            begin, _ = begin_on_cuda(
+            way = begin_on_cuda(
                 planes, info, params, out, size, fill_folded.tolist(), filter=self.filter, antialias=self.antialias
             )
+            assert way is not None, "nothing is blended here"
+            begin, _ = way
             numbers = tuple(np.concatenate([matrix.ravel(), *scale]).tolist())
             steps = pack_steps((), clamp=clamp)
             job = begin(numbers, steps, clamp, frame_map, resize.FINISHED, out.element_size(), out.data_ptr(), out.stride())
