@@ -2,13 +2,13 @@
 // pass over the pixels; where contrast needs each frame's mean, sums of its greys come first: from clip_resize.cu with the pixels,
 // or from a pass of their own. The truth it must equal is gpupipe/data/transform/adjust.py.
 //
-// Sums are of one order, whatever the GPU: each thread adds its own, a tree adds the threads.
+// Sums are of one order, whatever the GPU: of each warp's pixels, which every warp that needs the mean then adds up for itself.
 #include "color.cuh"
 #include "store.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kMaxClips = 8;
-constexpr int kPixels = 4;  // that a thread makes together
+constexpr int kPixels = 8;  // that a thread makes together
 
 struct ColorJob {
   unsigned long long rgb;   // (frames, 3, pixels): float32, or 16 bits of [0, 1]
@@ -27,110 +27,148 @@ struct ColorJob {
 struct ColorBatch {
   ColorJob clips[kMaxClips];
   int count;
-  int blocks;  // of a frame
+  int frames;  // of all clips
 };
 static_assert(sizeof(ColorJob) == 152, "gpupipe/data/transform/finish.py packs this struct");
 static_assert(sizeof(ColorBatch) == 1224, "gpupipe/data/transform/finish.py packs this struct");
 
-extern __shared__ double shared_memory[];
+// A thread's pixels, and whose they are.
+struct Place {
+  const ColorJob& job;
+  int frame, pixel, count;
+};
 
-__device__ __forceinline__ const ColorJob& job_of(const ColorBatch& batch) {
+// What was written last comes first, since some of it is in the cache still.
+__device__ __forceinline__ Place place_of(const ColorBatch& batch) {
+  const int frame = batch.frames - 1 - static_cast<int>(blockIdx.y);
   int number = batch.count - 1;
-  while (static_cast<int>(blockIdx.y) < batch.clips[number].first_frame) --number;
-  return batch.clips[number];
+  while (frame < batch.clips[number].first_frame) --number;
+  const ColorJob& job = batch.clips[number];
+  const int pixel = kPixels * (static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x));
+  return {job, frame - job.first_frame, pixel, min(kPixels, job.pixels - pixel)};
 }
 
-__device__ __forceinline__ float unit_of(unsigned int code) {
-  return (__uint_as_float(0x4B000000u | code) - 8388608.f) * (1.f / 65535.f);
-}
+// One channel of neighbouring pixels as it lies in memory: eight of 16 bits, or four floats and four.
+struct Channel {
+  uint4 words[2];
+};
 
-// Some neighbouring pixels of one channel. A frame's first one lies at a multiple of four where it has such a number of pixels.
-__device__ __forceinline__ void load(const ColorJob& job, long long at, bool whole, int count, float (&values)[kPixels]) {
-  if (job.is_float) {
-    const float* from = reinterpret_cast<const float*>(job.rgb) + at;
+__device__ __forceinline__ void load(const Place& place, Channel (&channels)[3]) {
+  const ColorJob& job = place.job;
+  const int bytes = job.is_float ? 4 : 2;
+  const bool whole = job.pixels % kPixels == 0 && job.rgb % sizeof(uint4) == 0;
 #pragma unroll
-    for (int k = 0; k < kPixels; ++k) values[k] = k < count ? from[k] : 0.f;
-    return;
+  for (int channel = 0; channel < 3; ++channel) {
+    channels[channel] = {};
+    const long long first = (3LL * place.frame + channel) * job.pixels + place.pixel;
+    const char* from = reinterpret_cast<const char*>(job.rgb) + first * bytes;
+    if (place.count <= 0) continue;
+    if (whole) {
+      channels[channel].words[0] = reinterpret_cast<const uint4*>(from)[0];
+      if (job.is_float) channels[channel].words[1] = reinterpret_cast<const uint4*>(from)[1];
+      continue;
+    }
+    unsigned int words[8] = {};
+#pragma unroll
+    for (int k = 0; k < kPixels; ++k) {
+      if (k >= place.count) break;
+      if (job.is_float)
+        words[k] = reinterpret_cast<const unsigned int*>(from)[k];
+      else
+        words[k / 2] |= static_cast<unsigned int>(reinterpret_cast<const unsigned short*>(from)[k]) << 16 * (k % 2);
+    }
+    channels[channel] = {{{words[0], words[1], words[2], words[3]}, {words[4], words[5], words[6], words[7]}}};
   }
-  const unsigned short* from = reinterpret_cast<const unsigned short*>(job.rgb) + at;
-  if (whole) {
-    const uint2 words = *reinterpret_cast<const uint2*>(from);
-    values[0] = unit_of(words.x & 0xFFFFu);
-    values[1] = unit_of(words.x >> 16);
-    values[2] = unit_of(words.y & 0xFFFFu);
-    values[3] = unit_of(words.y >> 16);
-    return;
-  }
-#pragma unroll
-  for (int k = 0; k < kPixels; ++k) values[k] = k < count ? unit_of(from[k]) : 0.f;
 }
 
-__device__ __forceinline__ void load_pixels(const ColorJob& job, int pixel, Rgb (&pixels)[kPixels]) {
-  const int frame = blockIdx.y - job.first_frame, count = min(kPixels, job.pixels - pixel);
-  const bool whole = job.pixels % kPixels == 0;
-  float channels[3][kPixels];
-#pragma unroll
-  for (int channel = 0; channel < 3; ++channel)
-    load(job, (3LL * frame + channel) * job.pixels + pixel, whole, count, channels[channel]);
-#pragma unroll
-  for (int k = 0; k < kPixels; ++k) pixels[k] = {channels[0][k], channels[1][k], channels[2][k]};
+__device__ __forceinline__ unsigned int word_of(const uint4& words, int k) {
+  return k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w;
 }
 
-// The sum over the block's threads, for all of them.
-__device__ __forceinline__ float sum_of_threads(float value) {
-  float* sums = reinterpret_cast<float*>(shared_memory);
-  sums[threadIdx.x] = value;
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (static_cast<int>(threadIdx.x) < half) sums[threadIdx.x] += sums[threadIdx.x + half];
-  }
-  __syncthreads();
-  return sums[0];
+// A number of 16 bits behind the leading bit of 2^23 is a float that much greater.
+__device__ __forceinline__ float value_of(const Channel& channel, bool is_float, int k) {
+  if (is_float) return __uint_as_float(word_of(channel.words[k / 4], k % 4));
+  const unsigned int word = word_of(channel.words[0], k / 2);
+  return (__uint_as_float(__byte_perm(word, 0x4B000000u, k % 2 ? 0x7432u : 0x7410u)) - 8388608.f) * (1.f / 65535.f);
+}
+
+__device__ __forceinline__ void unpack(const ColorJob& job, const Channel (&channels)[3], Rgb (&pixels)[kPixels]) {
+  const bool is_float = job.is_float != 0;
+#pragma unroll
+  for (int k = 0; k < kPixels; ++k)
+    pixels[k] = {value_of(channels[0], is_float, k), value_of(channels[1], is_float, k), value_of(channels[2], is_float, k)};
 }
 
 // Only for a clip that is alone: of the greys of its pixels as they are.
 extern "C" __global__ void __launch_bounds__(kThreads) color_sums(const __grid_constant__ ColorBatch batch) {
-  const ColorJob& job = job_of(batch);
+  const Place place = place_of(batch);
+  Channel channels[3];
+  Rgb pixels[kPixels];
+  load(place, channels);
+  unpack(place.job, channels, pixels);
+  change(place.job.steps, pixels, 0.f);
   float sum = 0.f;
-  for (int pixel = kPixels * (blockIdx.x * kThreads + threadIdx.x); pixel < job.pixels; pixel += kPixels * batch.blocks * kThreads) {
-    Rgb pixels[kPixels];
-    load_pixels(job, pixel, pixels);
-    change(job.steps, pixels, 0.f);
 #pragma unroll
-    for (int k = 0; k < kPixels; ++k) sum += pixel + k < job.pixels ? grey_of(pixels[k]) : 0.f;
-  }
-  sum = sum_of_threads(sum);
-  if (threadIdx.x == 0)
-    reinterpret_cast<float*>(job.sums)[(blockIdx.y - job.first_frame) * job.sums_a_frame + blockIdx.x] = sum;
+  for (int k = 0; k < kPixels; ++k) sum += k < place.count ? grey_of(pixels[k]) : 0.f;
+  sum = sum_of_lanes(sum);
+  const int warp = (static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x)) / 32;
+  if (threadIdx.x % 32 == 0) reinterpret_cast<float*>(place.job.sums)[place.frame * place.job.sums_a_frame + warp] = sum;
+}
+
+// Whether eight pixels of a row can be stored together.
+template <typename Out>
+__device__ __forceinline__ bool stores_eight(const ColorJob& job) {
+  const long long strides = job.stride_time | job.stride_channel | job.stride_row | job.width;
+  return job.stride_column == 1 && strides % kPixels == 0 && job.out % min(sizeof(Out) * kPixels, sizeof(uint4)) == 0;
 }
 
 template <typename Out>
 __device__ __forceinline__ void finish(const ColorBatch& batch) {
-  const ColorJob& job = job_of(batch);
-  const int frame = blockIdx.y - job.first_frame;
+  const Place place = place_of(batch);
+  const ColorJob& job = place.job;
+  Channel channels[3];
+  load(place, channels);
   float mean = 0.f;
   if (job.sums_a_frame > 0) {
-    const float* sums = reinterpret_cast<const float*>(job.sums) + static_cast<long long>(frame) * job.sums_a_frame;
-    for (int k = threadIdx.x; k < job.sums_a_frame; k += kThreads) mean += sums[k];
-    mean = sum_of_threads(mean) / static_cast<float>(job.pixels);
-  }
-  Out* out = reinterpret_cast<Out*>(job.out) + frame * job.stride_time;
-  for (int pixel = kPixels * (blockIdx.x * kThreads + threadIdx.x); pixel < job.pixels; pixel += kPixels * batch.blocks * kThreads) {
-    Rgb pixels[kPixels];
-    load_pixels(job, pixel, pixels);
-    change(job.steps, pixels, mean);
-    int row = pixel / job.width, column = pixel % job.width;
+    const float* sums = reinterpret_cast<const float*>(job.sums) + static_cast<long long>(place.frame) * job.sums_a_frame;
+    constexpr int kTogether = 8;  // loads on their way
+    for (int first = threadIdx.x % 32; first < job.sums_a_frame; first += 32 * kTogether) {
+      float some[kTogether];
 #pragma unroll
-    for (int k = 0; k < kPixels; ++k) {
-      if (pixel + k >= job.pixels) break;
-      Out* at = out + row * job.stride_row + column * job.stride_column;
-      store(at, pixels[k].r * job.gain[0] + job.bias[0]);
-      store(at + job.stride_channel, pixels[k].g * job.gain[1] + job.bias[1]);
-      store(at + 2 * job.stride_channel, pixels[k].b * job.gain[2] + job.bias[2]);
-      if (++column == job.width) {
-        column = 0;
-        ++row;
-      }
+      for (int k = 0; k < kTogether; ++k) some[k] = first + 32 * k < job.sums_a_frame ? sums[first + 32 * k] : 0.f;
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) mean += some[k];
+    }
+    mean = sum_of_lanes(mean) / static_cast<float>(job.pixels);
+  }
+  if (place.count <= 0) return;
+  Rgb pixels[kPixels];
+  unpack(job, channels, pixels);
+  change(job.steps, pixels, mean);
+  float values[3][kPixels];
+#pragma unroll
+  for (int k = 0; k < kPixels; ++k) {
+    values[0][k] = pixels[k].r * job.gain[0] + job.bias[0];
+    values[1][k] = pixels[k].g * job.gain[1] + job.bias[1];
+    values[2][k] = pixels[k].b * job.gain[2] + job.bias[2];
+  }
+  Out* out = reinterpret_cast<Out*>(job.out) + place.frame * job.stride_time;
+  int row = place.pixel / job.width, column = place.pixel - row * job.width;
+  if (stores_eight<Out>(job)) {
+#pragma unroll
+    for (int channel = 0; channel < 3; ++channel)
+      store_eight(out + channel * job.stride_channel + row * job.stride_row + column, values[channel]);
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kPixels; ++k) {
+    if (k >= place.count) break;
+    Out* at = out + row * job.stride_row + column * job.stride_column;
+#pragma unroll
+    for (int channel = 0; channel < 3; ++channel) store(at + channel * job.stride_channel, values[channel][k]);
+    if (++column == job.width) {
+      column = 0;
+      ++row;
     }
   }
 }

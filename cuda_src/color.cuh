@@ -1,6 +1,7 @@
 // Changes of colour that look at one pixel, and contrast once a frame's mean is known. The truth they must equal is
 // gpupipe/data/transform/adjust.py.
 #pragma once
+#include "machine.cuh"
 
 constexpr int kMaxSteps = 8;
 
@@ -21,24 +22,20 @@ struct Rgb {
 __device__ __forceinline__ float grey_of(const Rgb& c) { return 0.2989f * c.r + 0.587f * c.g + 0.114f * c.b; }
 __device__ __forceinline__ float blend(float one, float other, float share) { return share * one + (1.f - share) * other; }
 
-__device__ __forceinline__ float turned(float most, float span, float hue, float phase) {
-  const float x = phase + hue;
-  const float k = x - 6.f * floorf(x * (1.f / 6.f));
-  return most - span * __saturatef(fminf(k, 4.f - k));
+// `turn` is in sixths of a circle and 1 to 7, which makes the hue 0 to 12. Channels are least + span * share(hue).
+__device__ __forceinline__ Rgb turn_hue(const Rgb& c, float turn) {
+  const float most = fmaxf(c.r, fmaxf(c.g, c.b)), least = fminf(c.r, fminf(c.g, c.b)), span = most - least;
+  float from = c.r - c.g, start = 4.f;
+  if (most == c.g) from = c.b - c.r, start = 2.f;
+  if (most == c.r) from = c.g - c.b, start = 0.f;
+  float hue = from * reciprocal(fmaxf(span, 1e-30f)) + (start + turn);
+  if (hue >= 6.f) hue -= 6.f;
+  return {least + span * __saturatef(fabsf(hue - 3.f) - 1.f), least + span * __saturatef(2.f - fabsf(hue - 2.f)),
+          least + span * __saturatef(2.f - fabsf(hue - 4.f))};
 }
 
-__device__ __forceinline__ Rgb turn_hue(const Rgb& c, float turns) {
-  const float most = fmaxf(c.r, fmaxf(c.g, c.b)), span = most - fminf(c.r, fminf(c.g, c.b));
-  const float inverse = __fdividef(1.f, span == 0.f ? 1.f : span);
-  float hue = 4.f + (c.r - c.g) * inverse;
-  if (most == c.g) hue = 2.f + (c.b - c.r) * inverse;
-  if (most == c.r) hue = (c.g - c.b) * inverse;
-  hue += 6.f * turns;
-  return {turned(most, span, hue, 5.f), turned(most, span, hue, 3.f), turned(most, span, hue, 1.f)};
-}
-
-__device__ __forceinline__ float posterized(float x, float levels) {
-  return fminf(fmaxf(floorf(x * levels), 0.f), levels - 1.f) / levels;
+__device__ __forceinline__ float posterized(float x, float levels, float step) {
+  return fminf(fmaxf(floorf(x * levels), 0.f), levels - 1.f) * step;
 }
 
 // All steps, to some pixels at once: which step comes is the same for a whole block, so asking costs one branch for all of them.
@@ -80,9 +77,9 @@ __device__ __forceinline__ void change(const ColorSteps& steps, Rgb (&pixels)[kP
         for (Rgb& c : pixels) c = turn_hue(c, value);
         break;
       case kPosterize: {
-        const float levels = exp2f(value);
+        const float step = __uint_as_float(0x7F000000u - __float_as_uint(value));  // 1 / value, which is a power of two
 #pragma unroll
-        for (Rgb& c : pixels) c = {posterized(c.r, levels), posterized(c.g, levels), posterized(c.b, levels)};
+        for (Rgb& c : pixels) c = {posterized(c.r, value, step), posterized(c.g, value, step), posterized(c.b, value, step)};
         break;
       }
       default:  // kSolarize

@@ -44,10 +44,13 @@ def send_to_host(libraries: Mapping[str, ctypes.CDLL], monkeypatch: pytest.Monke
     """Has clips made by these libraries wherever CUDA would make them together; the kernels that were launched, as they are."""
     log: list[str] = []
 
-    def launch(function: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any], *, shared_bytes: int) -> None:
+    def launch(
+        function: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple[Any], *, shared_bytes: int = 0
+    ) -> None:
         assert shared_bytes <= resize.SHARED_BYTES
         log.append(function)
-        packed = ctypes.create_string_buffer(args[0].tobytes(), args[0].itemsize)
+        argument = bytes(args[0]) if isinstance(args[0], bytearray) else args[0].tobytes()
+        packed = ctypes.create_string_buffer(argument, len(argument))
         outside = getattr(libraries[function.split("_")[0]], f"run_{function}")(packed, *grid, *block[:2])
         assert "texture" not in function or outside == 0, f"{outside} fetches outside the texture"
 

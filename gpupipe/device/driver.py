@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -15,6 +16,8 @@ def _driver() -> Any:
     library.cuCtxPushCurrent_v2.argtypes = [ctypes.c_void_p]
     library.cuStreamGetCtx.argtypes = [ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy), ctypes.c_void_p]
+    library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int]
+    library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return library
 
@@ -65,6 +68,39 @@ def copy_rows(
     _check(driver.cuCtxPushCurrent_v2(context))  # this thread may have used CUDA only through libraries that clear up
     try:
         _check(driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), stream))
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+
+@functools.cache
+def primary_context(gpu: int) -> int:
+    """The context of a GPU that the CUDA runtime uses, and with it torch. It stays as long as the process."""
+    context = ctypes.c_void_p()
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu))
+    return context.value or 0
+
+
+def launch(
+    function: int,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    args: Sequence[bytes | bytearray],
+    shared_bytes: int,
+    *,
+    stream: int,
+    context: int,
+) -> None:
+    """Launches a kernel by its handle, on a stream of ``context``; it has read ``args`` when this returns.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    driver = _driver()
+    copies = [(ctypes.c_char * len(arg)).from_buffer_copy(arg) for arg in args]
+    addresses = (ctypes.c_void_p * len(copies))(*[ctypes.addressof(copy) for copy in copies])
+    _check(driver.cuCtxPushCurrent_v2(context))
+    try:
+        _check(driver.cuLaunchKernel(function, *grid, *block, shared_bytes, stream, addresses, None))
     finally:
         driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <vector>
 
+#define GPUPIPE_ON_HOST
 #define __device__
 #define __global__
 #define __shared__
@@ -14,6 +15,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 
+using std::abs;
 using std::max;
 using std::min;
 
@@ -21,7 +23,7 @@ struct Index {
   int x = 0, y = 0, z = 0;
 };
 inline Index threadIdx, blockIdx;
-constexpr int kSharedDoubles = 8192;  // 64 KB
+constexpr int kSharedDoubles = 12288;  // 96 KB
 double shared_memory[kSharedDoubles];
 
 // A texture of texels of 32 or 64 bits with point filter: what a handle points to. A right kernel fetches nothing outside.
@@ -48,6 +50,11 @@ inline float __uint_as_float(unsigned int bits) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+inline unsigned int __float_as_uint(float value) {
+  unsigned int bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
 inline unsigned int __byte_perm(unsigned int low, unsigned int high, unsigned int selector) {
   const unsigned long long bytes = static_cast<unsigned long long>(high) << 32 | low;
   unsigned int result = 0;
@@ -68,7 +75,7 @@ inline void atomicAdd(int* at, int value) { *at += value; }
 inline double __dmul_rn(double x, double y) { return x * y; }
 inline double __dadd_rn(double x, double y) { return x + y; }
 inline float __saturatef(float x) { return x > 0.f ? min(x, 1.f) : 0.f; }
-inline float __fdividef(float x, float y) { return x / y; }
+inline float reciprocal(float x) { return 1 / x; }
 struct float4 {
   float x, y, z, w;
 };
@@ -85,6 +92,72 @@ inline ucontext_t scheduler;
 inline Fibre* running;
 inline void __syncthreads() { swapcontext(&running->context, &scheduler); }
 inline void __syncwarp() { __syncthreads(); }
+
+// What a warp does together: each lane leaves its part, and takes what it needs once all have. The next such thing may begin before
+// all have taken theirs, so it has another place.
+struct Parts {
+  unsigned int words[2][1024][8];
+  int turns[1024] = {};
+
+  const unsigned int (*exchange(const unsigned int* mine, int count))[8] {
+    const int thread = threadIdx.x, turn = turns[thread]++ % 2;
+    std::memcpy(words[turn][thread], mine, count * sizeof *mine);
+    __syncthreads();
+    return words[turn] + thread / 32 * 32;
+  }
+};
+inline Parts parts;
+
+inline float half_of(unsigned int pair, int k) {
+  const unsigned short bits = static_cast<unsigned short>(pair >> 16 * k);
+  _Float16 value;
+  std::memcpy(&value, &bits, sizeof value);
+  return static_cast<float>(value);
+}
+
+// See cuda_src/machine.cuh for what lies where.
+inline void multiply_halves(float (&d)[4], const uint4& a, unsigned int b0, unsigned int b1) {
+  const unsigned int mine[] = {a.x, a.y, a.z, a.w, b0, b1};
+  const auto all = parts.exchange(mine, 6);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int k = 0; k < 16; ++k) {
+    const int from = k % 8 / 2;
+    for (int i = 0; i < 4; ++i) {
+      const float weight = half_of(all[4 * g + from][k / 8 * 2 + i / 2], k % 2);
+      d[i] += weight * half_of(all[4 * (2 * t + i % 2) + from][4 + k / 8], k % 2);
+    }
+  }
+}
+inline void multiply_tf32(float (&d)[4], const float (&a)[4], float b0, float b1) {
+  unsigned int mine[6];
+  for (int k = 0; k < 4; ++k) mine[k] = __float_as_uint(a[k]) & 0xFFFFE000u;
+  mine[4] = __float_as_uint(b0) & 0xFFFFE000u;
+  mine[5] = __float_as_uint(b1) & 0xFFFFE000u;
+  const auto all = parts.exchange(mine, 6);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int k = 0; k < 8; ++k)
+    for (int i = 0; i < 4; ++i)
+      d[i] += __uint_as_float(all[4 * g + k % 4][k / 4 * 2 + i / 2]) *
+              __uint_as_float(all[4 * (2 * t + i % 2) + k % 4][4 + k / 4]);
+}
+inline void have_now(unsigned int&, unsigned int&) {}
+inline unsigned int scale_halves(unsigned int x, unsigned int scale, unsigned int offset) {
+  unsigned int result = 0;
+  for (int k = 0; k < 2; ++k) {
+    const _Float16 value = static_cast<_Float16>(half_of(x, k) * half_of(scale, k) + half_of(offset, k));
+    unsigned short bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    result |= static_cast<unsigned int>(bits) << 16 * k;
+  }
+  return result;
+}
+inline float sum_of_lanes(float value) {
+  const unsigned int mine = __float_as_uint(value);
+  const auto all = parts.exchange(&mine, 1);
+  float sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += __uint_as_float(all[lane][0]);
+  return sum;
+}
 
 template <typename Params>
 struct Job {

@@ -99,7 +99,7 @@ class ClipTransform:
 
         There, clips that are cut, resized bilinearly, turned by quarters and flipped share one launch, changes of colour that
         look at one pixel included; so do those that are moved otherwise or have another filter. One more follows for those with
-        contrast, and one for those that are blurred. A launch has room for eight clips and 552 frames. Blended clips and those
+        contrast, and one for those that are blurred. A launch has room for eight clips and 512 frames. Blended clips and those
         with other changes of colour are made one by one. A clip's bits do not depend on what else is in the batch.
 
         Raises:

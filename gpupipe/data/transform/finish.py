@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from gpupipe.data.transform.params import ColorOp
@@ -19,16 +19,15 @@ MAX_STEPS = 8
 MAX_CLIPS = 8
 """Clips of one launch."""
 THREADS = 256
-PIXELS_A_BLOCK = 3 * 4 * THREADS
-"""A thread makes four together. Each block adds up its frame's sums anew, so it must have some pixels to do."""
-_MOST_BLOCKS = 128
-"""Of a frame."""
+_PIXELS_A_WARP = 8 * 32
+"""A thread makes eight together."""
 
-_STEPS = struct.Struct(f"={MAX_STEPS}f{MAX_STEPS}B2i")
-STEPS_BYTES = _STEPS.size
+_STEPS = [struct.Struct(f"={n}f{4 * (MAX_STEPS - n)}x{n}B{MAX_STEPS - n}x2i") for n in range(MAX_STEPS + 1)]
+"""By their number."""
+STEPS_BYTES = _STEPS[0].size
 _CLIP = struct.Struct(f"=3Q4q6f{STEPS_BYTES}s6i")
-BATCH = np.dtype([("bytes", f"V{MAX_CLIPS * _CLIP.size + 8}")])
-_NO_STEPS = [_STEPS.pack(*(0,) * (2 * MAX_STEPS + 1), clamp) for clamp in (False, True)]
+_COUNTS = struct.Struct("=2i")
+_BATCH_BYTES = MAX_CLIPS * _CLIP.size + _COUNTS.size
 _NUMBERS = {name: number for number, name in enumerate(KINDS)}
 
 
@@ -58,22 +57,33 @@ class Clip:
 
 def serves(ops: Sequence[ColorOp]) -> bool:
     """Whether the kernels have all of these, and at most one that needs the frames' means."""
-    names = [op.name for op in ops]
-    return len(names) <= MAX_STEPS and _NUMBERS.keys() >= set(names) and names.count("contrast") <= 1
+    contrasts = 0
+    for op in ops:
+        if op.name not in _NUMBERS:
+            return False
+        contrasts += op.name == "contrast"
+    return contrasts <= 1 and len(ops) <= MAX_STEPS
 
 
 def pack_steps(ops: Sequence[ColorOp], *, clamp: bool) -> bytes:
     """Changes of colour, such that :func:`serves` them, as the kernels take them; ``clamp``: RGB is held within [0, 1] after
     each."""
-    if not ops:
-        return _NO_STEPS[clamp]
-    rest = (0,) * (MAX_STEPS - len(ops))
-    return _STEPS.pack(*[op.value for op in ops], *rest, *[_NUMBERS[op.name] for op in ops], *rest, len(ops), clamp)
+    values: list[float] = []
+    kinds: list[int] = []
+    for op in ops:
+        name, value = op.name, op.value
+        if name == "hue":
+            value = (6 * value - 1) % 6 + 1  # as cuda_src/color.cuh wants it
+        elif name == "posterize":
+            value = 2.0**value
+        values.append(value)
+        kinds.append(_NUMBERS[name])
+    return _STEPS[len(kinds)].pack(*values, *kinds, len(kinds), clamp)
 
 
 def blocks_of(size: tuple[int, int]) -> int:
     """Blocks that share a frame of this (height, width)."""
-    return max(1, min(_MOST_BLOCKS, size[0] * size[1] // PIXELS_A_BLOCK))
+    return -(-size[0] * size[1] // (_PIXELS_A_WARP * THREADS // 32))
 
 
 def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
@@ -82,7 +92,7 @@ def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
     for begin in range(0, len(clips), MAX_CLIPS):
         some = clips[begin : begin + MAX_CLIPS]
         packed, grid = pack(some)
-        launch(_kernel(_name(dtype)), grid, (THREADS, 1, 1), (packed,), shared_bytes=4 * THREADS)
+        launch(_kernel(_name(dtype)), grid, (THREADS, 1, 1), (packed,))
 
 
 def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], out: torch.Tensor, *, clamp: bool) -> None:
@@ -97,7 +107,7 @@ def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], 
     """
     frames, _, height, width = rgb.shape
     names = [op.name for op in ops]
-    sums = torch.empty((frames, blocks_of((height, width))), dtype=torch.float32, device=rgb.device)
+    sums = torch.empty((frames, blocks_of((height, width)) * THREADS // 32), dtype=torch.float32, device=rgb.device)
     clip = Clip(
         rgb.data_ptr(), True, sums.data_ptr(), 0, pack_steps(ops, clamp=clamp), scale, frames, (height, width),
         out.data_ptr(), out.stride(),
@@ -106,7 +116,7 @@ def finish(rgb: torch.Tensor, ops: Sequence[ColorOp], scale: tuple[float, ...], 
         before = pack_steps(ops[: names.index("contrast")], clamp=clamp)
         clip.sums_a_frame = sums.shape[1]
         packed, grid = pack([replace(clip, steps=before)])
-        launch(_kernel("color_sums"), grid, (THREADS, 1, 1), (packed,), shared_bytes=4 * THREADS)
+        launch(_kernel("color_sums"), grid, (THREADS, 1, 1), (packed,))
     make([clip], out.dtype)
 
 
@@ -120,6 +130,7 @@ def compile_for(dtype: torch.dtype) -> None:
     _kernel(_name(dtype))
 
 
+@functools.cache
 def _name(dtype: torch.dtype) -> str:
     return f"color_{str(dtype).removeprefix('torch.')}"
 
@@ -128,16 +139,15 @@ def _kernel(name: str) -> Any:
     return kernel("clip_color.cu", name)
 
 
-def pack(clips: Sequence[Clip]) -> tuple[Any, tuple[int, int, int]]:
+def pack(clips: Sequence[Clip]) -> tuple[bytearray, tuple[int, int, int]]:
     """(the kernels' argument, the grid)."""
-    buffer = bytearray(BATCH.itemsize)
+    buffer = bytearray(_BATCH_BYTES)
     first_frame, (height, width) = 0, clips[0].size
-    blocks = blocks_of(clips[0].size)
     for number, clip in enumerate(clips):
         _CLIP.pack_into(
             buffer, number * _CLIP.size, clip.rgb, clip.sums, clip.out, *clip.strides, *clip.scale, clip.steps,
             clip.is_float, width, height * width, clip.sums_a_frame, first_frame, 0,
         )  # fmt: skip
         first_frame += clip.frames
-    struct.pack_into("=2i", buffer, MAX_CLIPS * _CLIP.size, len(clips), blocks)
-    return np.frombuffer(buffer, BATCH)[0], (blocks, first_frame, 1)
+    _COUNTS.pack_into(buffer, MAX_CLIPS * _CLIP.size, len(clips), first_frame)
+    return buffer, (blocks_of(clips[0].size), first_frame, 1)

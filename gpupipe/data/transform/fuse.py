@@ -26,7 +26,8 @@ from gpupipe.types import PlaneFormat, Planes, VideoInfo
 if TYPE_CHECKING:
     from gpupipe.config import TransformConfig
 
-_UNIT_SCALE = (65535.0,) * CHANNELS + (0.0,) * CHANNELS
+_UNIT_SCALE = (65535.0,) * CHANNELS + (2.0**23,) * CHANNELS
+"""As ``cuda_src/store.cuh`` wants it: a float from 2^23 on is a whole number, whose lowest 16 bits are kept."""
 _FLOAT_SCALE = (1.0,) * CHANNELS + (0.0,) * CHANNELS
 _ALIGN = 256
 
@@ -155,7 +156,9 @@ class Fuser:
         strides = strides[self._time], strides[self._channel], strides[2], strides[3]
         item = out.element_size()
         address = out.data_ptr() + first * strides[0] * item
-        contrast = next((number for number, op in enumerate(ops) if op.name == "contrast"), len(ops))
+        contrast = 0
+        while contrast < len(ops) and ops[contrast].name != "contrast":
+            contrast += 1
         sigma = params.blur if config.blur is not None else 0.0
         if contrast == len(ops) and not sigma:
             steps = finish.pack_steps(ops, clamp=config.clamp)
@@ -163,7 +166,10 @@ class Fuser:
             return job, None
         height, width = config.size
         target, bytes_a_value, scale = (resize.UNIT, 2, _UNIT_SCALE) if config.clamp else (resize.FLOAT, 4, _FLOAT_SCALE)
-        before, steps = (finish.pack_steps(part, clamp=config.clamp) for part in (ops[:contrast], ops[contrast:]))
+        before, steps = (
+            finish.pack_steps(ops[:contrast], clamp=config.clamp),
+            finish.pack_steps(ops[contrast:], clamp=config.clamp),
+        )
         job = begin(
             matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
             (CHANNELS * height * width, height * width, width, 1),

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from gpupipe.data.transform.finish import STEPS_BYTES
@@ -17,52 +16,53 @@ from gpupipe.device.module import cuda_type, kernel, launch
 from gpupipe.types import Planes
 
 MAX_CLIPS = 8
-MAX_FRAMES = 552
+MAX_FRAMES = 512
 """Clips and frames of one launch: as many as the argument, which is 4 KB at most, has room for."""
-SHARED_BYTES = 64 * 1024
+SHARED_BYTES = 96 * 1024
 """Dynamic shared memory of a block, at most."""
 
 FINISHED, UNIT, FLOAT = 0, 1, 2
 """What a launch writes: finished clips; or RGB to go on with, in 16 bits of [0, 1] or as float32, and sums of its greys."""
 
-WARPS = 8
+WARPS = 4
 """Of a block: each makes frames of its own."""
-ROWS = 2
-"""Output rows that a warp sums across together."""
 OPTIONS: tuple[str, ...] = ()
-"""Further options of the compiler: the source has constants to try, whose values depend on the GPU."""
-BANDS = (16, 8, 4, 2, 1)
+"""Further options of the compiler: the source has constants to try."""
+BANDS = (16, 8)
 """Output rows of a block, the most that fit: between two bands some rows are read twice."""
-FRAMES_A_WARP = 1
-"""That a warp makes one after the other with the weights which its block has worked out."""
-_SPAN = 256
-"""Samples of a luma row that a warp reads, and of a row of U and V together."""
-_WIDE = 8
-"""Samples that a lane reads at once: what is read begins at a multiple of that."""
-_MOST_COLUMNS = 128
-"""Output columns of a block: more would leave too little shared memory for others."""
+FRAMES_A_WARP = (4, 2)
+"""That a warp makes one after the other with the weights which its block has worked out: the most that leave the GPU enough
+blocks, else one."""
+ENOUGH_BLOCKS = 1024
+"""Twice what the largest GPU works on at a time."""
+_STRIP = 16
+"""Output columns of a block."""
+_TILE = 8
+"""Output rows, and rows of samples, that a warp works on together."""
+_LUMA_GROUP, _CHROMA_GROUP = 32, 16
+"""Columns of samples that a warp reads together; what it reads begins at a multiple of a quarter of these."""
 _TAPS_BYTES = 32
-_STEP_BYTES = 20
+_NOTES_BYTES = 112
+"""What a block keeps besides weights."""
 
 _AXIS = "3d2f8i"
-_CLIP = struct.Struct(f"=3Qq4i{_AXIS}{_AXIS}18f{STEPS_BYTES}s17i4x")
+_CLIP = struct.Struct(f"=3Qq4i{_AXIS}{_AXIS}18f{STEPS_BYTES}s20i")
 CLIP_BYTES = _CLIP.size
 _FIRST_BLOCK = struct.Struct(f"={MAX_CLIPS + 1}i")
 _SOURCE_AT = MAX_CLIPS * CLIP_BYTES + _FIRST_BLOCK.size
-BATCH = np.dtype([("bytes", f"V{(_SOURCE_AT + 2 * MAX_FRAMES + 7) // 8 * 8}")])
+_BATCH_BYTES = (_SOURCE_AT + 2 * MAX_FRAMES + 7) // 8 * 8
 
 
 class Layout(NamedTuple):
-    """How a clip's outputs are cut into blocks, and what a block keeps in shared memory; sizes in outputs and weights."""
+    """How a clip's outputs are cut into blocks, and room for what a block reads: groups of columns, chunks of rows, taps."""
 
     band: int
-    strip: int
     bands: int
     strips: int
-    walks: bool
-    """A row of luma weighs in two output rows at most, which follow one another."""
-    row_weights: int
-    row_taps: int
+    luma_groups: int
+    chroma_groups: int
+    luma_chunks: int
+    chroma_chunks: int
     row_chroma_taps: int
     column_chroma_taps: int
     shared_bytes: int
@@ -97,34 +97,31 @@ class Clip:
 def layout_of(geometry: Geometry) -> Layout | None:
     """How to cut a clip; None for one that is not made here.
 
-    That is one whose output pixels read so many samples that a warp cannot read the lines of a single one at once, and one that
-    shrinks without antialias: most of what is read would be for nothing.
+    That is one that shrinks so much that a block has no room for the weights, and one that shrinks without antialias: most of
+    what is read would be for nothing.
     """
     rows, columns = geometry.rows, geometry.columns
     if rows.filter != "bilinear" or rows.support < rows.scale or columns.support < columns.scale:
         return None
-    strip = _most_columns(columns)
-    if strip < 1:
-        return None
-    strips = -(-columns.outputs // strip)
-    strip = -(-columns.outputs // strips)
-    walks = rows.scale >= rows.support
-    row_taps, row_chroma_taps, column_chroma_taps = rows.max_taps(), rows.max_chroma_taps(), columns.max_chroma_taps()
-    for height in BANDS:
-        bands = -(-rows.outputs // height)
-        band = -(-rows.outputs // bands)
-        if walks:
-            row_weights = 2 * (min(int(rows.scale * (band - 1) + 2 * rows.support) + 2, rows.high - rows.low))
-        else:
-            row_weights = (band * row_taps + 1) & ~1
-        weights = row_weights + band * row_chroma_taps + strip * column_chroma_taps
-        shared = WARPS * ROWS * 2 * 4 * _SPAN + _TAPS_BYTES * (band + strip) + 4 * weights + _STEP_BYTES * band
+    across, across_chroma = _reach(columns, _STRIP)
+    down, down_chroma = _reach(rows, _TILE)
+    # The first sample of a strip lies up to seven (chroma: three) behind the first that is read, that of a tile up to seven.
+    luma_groups, chroma_groups = (across + 38) // _LUMA_GROUP, (across_chroma + 18) // _CHROMA_GROUP
+    luma_chunks, chroma_chunks = (down + 14) // _TILE, (down_chroma + 14) // _TILE
+    row_taps, column_taps = _reach(rows, 1)[1], _reach(columns, 1)[1]
+    tables = 2048 * luma_groups + 1024 * chroma_groups + (_TAPS_BYTES + 4 * column_taps) * _STRIP + _NOTES_BYTES
+    for band in BANDS:
+        shared = tables + 512 * (luma_chunks + chroma_chunks) * (band // _TILE) + (_TAPS_BYTES + 4 * row_taps) * band
         if shared <= SHARED_BYTES:
-            return Layout(band, strip, bands, strips, walks, row_weights, row_taps, row_chroma_taps, column_chroma_taps, shared)
+            return Layout(
+                band, -(-rows.outputs // band), -(-columns.outputs // _STRIP), luma_groups, chroma_groups, luma_chunks,
+                chroma_chunks, row_taps, column_taps, shared,
+            )  # fmt: skip
     return None
 
 
-def reaches(strides: Sequence[int], shape: Sequence[int]) -> bool:
+@functools.lru_cache(maxsize=64)
+def reaches(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether the kernel, which counts a clip's elements in 32 bits, gets from its first to its last."""
     last = 0
     for stride, size in zip(strides, shape, strict=True):
@@ -132,15 +129,12 @@ def reaches(strides: Sequence[int], shape: Sequence[int]) -> bool:
     return last < 2**31
 
 
-def _most_columns(axis: Axis) -> int:
-    """Output columns whose samples a warp can read at once."""
-    luma, chroma = _SPAN - (_WIDE - 1), _SPAN // 2 - (_WIDE - 1)
-    most = min(axis.outputs, _MOST_COLUMNS)
-    if axis.high - axis.low > luma or axis.chroma_size > chroma:
-        # n outputs read scale (n - 1) + 2 support + 1 luma samples at most, and these lie between so many of chroma.
-        reach = min(luma, int((chroma - 3) / axis.chroma_step) + 1)
-        most = min(most, int((reach - 1 - 2 * axis.support) / axis.scale + 1))
-    return most
+def _reach(axis: Axis, outputs: int) -> tuple[int, int]:
+    """Samples of luma and of chroma that so many neighbouring outputs read at most."""
+    luma, whole = int(axis.scale * (outputs - 1) + 2 * axis.support) + 1, axis.high - axis.low
+    luma = luma if luma < whole else whole
+    chroma = int((luma - 1) * axis.chroma_step) + 3
+    return luma, chroma if chroma < axis.chroma_size else axis.chroma_size
 
 
 def make(clips: Sequence[Clip], dtype: torch.dtype) -> None:
@@ -170,7 +164,7 @@ def compile_for(sample_bytes: int, dtype: torch.dtype) -> Any:
 def _entry(sample_bytes: int, dtype: torch.dtype) -> tuple[str, tuple[str, ...]]:
     name = f"resize_u{8 * sample_bytes}_{str(dtype).removeprefix('torch.')}"
     word = "unsigned char" if sample_bytes == 1 else "unsigned short"
-    shape = f"-DCLIP_WARPS={WARPS}", f"-DCLIP_ROWS={ROWS}", *OPTIONS
+    shape = f"-DCLIP_WARPS={WARPS}", *OPTIONS
     return name, (f"-DCLIP_ENTRY={name}", f"-DCLIP_WORD={word}", f"-DCLIP_OUT={cuda_type(dtype)}", *shape)
 
 
@@ -216,13 +210,13 @@ def _pieces(clip: Clip) -> list[Clip]:
     ]
 
 
-def pack(clips: Sequence[Clip]) -> tuple[Any, int]:
+def pack(clips: Sequence[Clip]) -> tuple[bytearray, int]:
     """(the kernel's argument, its blocks)."""
-    buffer = bytearray(BATCH.itemsize)
+    buffer = bytearray(_BATCH_BYTES)
     starts: list[int] = []
     frames: list[int] = []
     blocks = 0
-    a_block = WARPS * FRAMES_A_WARP
+    a_block = _frames_a_block(clips)
     for number, clip in enumerate(clips):
         cut, count = clip.layout, len(clip.frame_map)
         _pack_clip(buffer, number * CLIP_BYTES, clip, len(frames), a_block)
@@ -232,7 +226,15 @@ def pack(clips: Sequence[Clip]) -> tuple[Any, int]:
     starts += [blocks] * (MAX_CLIPS + 1 - len(clips))
     _FIRST_BLOCK.pack_into(buffer, MAX_CLIPS * CLIP_BYTES, *starts)
     struct.pack_into(f"={len(frames)}h", buffer, _SOURCE_AT, *frames)
-    return np.frombuffer(buffer, BATCH)[0], blocks
+    return buffer, blocks
+
+
+def _frames_a_block(clips: Sequence[Clip]) -> int:
+    parts = [(clip.layout.bands * clip.layout.strips, len(clip.frame_map)) for clip in clips]
+    for frames in FRAMES_A_WARP:
+        if sum(count * -(-whole // (WARPS * frames)) for count, whole in parts) >= ENOUGH_BLOCKS:
+            return WARPS * frames
+    return WARPS
 
 
 def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, frames_a_block: int) -> None:
@@ -251,11 +253,11 @@ def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, frames_
     _CLIP.pack_into(
         buffer, at, data.data_ptr(), out, clip.sums, frame_samples, time, channel, row, column,
         rows.start, rows.scale, rows.support, rows.chroma_step, rows.chroma_offset, rows.low, rows.high, rows.outputs, 0,
-        rows.chroma_size, cut.row_taps, 0, 0,
+        rows.chroma_size, 0, 0, 0,
         columns.start, columns.scale, columns.support, columns.chroma_step, columns.chroma_offset, columns.low, columns.high,
         columns.outputs, 0, columns.chroma_size, 0, 0, 0,
         *clip.color, clip.steps, pitch, form.height,
         form.height if form.interleaved else form.height + form.chroma_height, form.interleaved, clip.clamp, clip.target,
-        first_frame, len(clip.frame_map), frames_a_block, cut.bands, cut.strips, cut.band, cut.strip, cut.walks,
-        cut.row_weights, cut.row_chroma_taps, cut.column_chroma_taps,
+        first_frame, len(clip.frame_map), frames_a_block, cut.bands, cut.strips, cut.band, max(form.bits + form.shift - 10, 0),
+        form.bits > 10, *cut[3:9],
     )  # fmt: skip
