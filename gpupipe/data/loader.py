@@ -41,7 +41,8 @@ from gpupipe.telemetry import Telemetry
 from gpupipe.types import Batch, Entry
 
 _COUNTS = ("clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "cpu_clips", "nvdec_clips")
-"""Counts that :meth:`VideoLoader.stats` has from the start."""
+_CACHE_COUNTS = ("cache_hits", "cache_misses")
+"""Counts that :meth:`VideoLoader.stats` has from the start, the latter with a clip cache."""
 
 _NICE = 10
 """How much lower the priority of processes that decode beside NVDEC is: its threads and the user's loop win the cores."""
@@ -139,7 +140,7 @@ class VideoLoader:
         )
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
-        for name in _COUNTS:
+        for name in _COUNTS + (_CACHE_COUNTS if self._job.clips is not None else ()):
             self._telemetry.count(name, 0)
         self._epoch = 0
         self._iterator: weakref.ref[BatchIterator] | None = None
