@@ -13,7 +13,7 @@ struct Axis {
   int mirror;  // output pixel o is index outputs - 1 - o
   int chroma_size;
   int max_taps, max_chroma_taps;  // room in the tables of weights
-  int unused;
+  float inverse;                  // 1 / support
 };
 static_assert(sizeof(Axis) == 64, "gpupipe/data/transform/kernel.py packs this struct");
 
@@ -42,7 +42,7 @@ __device__ __forceinline__ Taps find_taps(const Axis& axis, int output) {
   taps.first = max(axis.low, static_cast<int>(floor(centre - axis.support + 0.5)));
   taps.count = min(axis.high, static_cast<int>(floor(centre + axis.support + 0.5))) - taps.first;
   taps.centre = static_cast<float>(centre - taps.first);
-  taps.inverse = static_cast<float>(1.0 / axis.support);
+  taps.inverse = axis.inverse;
   float sum = 0.f;
   for (int tap = 0; tap < taps.count; ++tap) sum += triangle(taps, tap);
   taps.norm = 1.f / sum;

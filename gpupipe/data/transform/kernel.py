@@ -39,7 +39,8 @@ _COUNTS = ("low", "high", "outputs", "mirror", "chroma_size")
 _AXIS_FIELDS = _PLACES + _COUNTS
 AXIS = np.dtype(
     [(name, "f4" if name.startswith("chroma") else "f8") for name in _PLACES]
-    + [(name, "i4") for name in (*_COUNTS, "max_taps", "max_chroma_taps", "unused")],
+    + [(name, "i4") for name in (*_COUNTS, "max_taps", "max_chroma_taps")]
+    + [("inverse", "f4")],
     align=True,
 )
 PARAMS = np.dtype(
@@ -136,3 +137,4 @@ def pack_axis(packed: Any, axis: Axis) -> None:
     for name in _AXIS_FIELDS:
         packed[name] = getattr(axis, name)
     packed["max_taps"], packed["max_chroma_taps"] = axis.max_taps(), axis.max_chroma_taps()
+    packed["inverse"] = 1 / axis.support
