@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams
+from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams, affine
 from gpupipe.data.transform.color import rgb_from_codes
 from gpupipe.data.transform.params import ColorOp
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
@@ -94,6 +94,29 @@ def batch_of(count: int, config: TransformConfig, *, colors: bool, device: str =
         planes = Planes(planes.data.to(device), planes.format)
         clips.append(ClipInput(planes, info, replace(params, color=color), [int(f) for f in rng.integers(3, size=3)], out))
     return clips
+
+
+def moved_case(seed: int) -> tuple[Planes, VideoInfo, TransformParams, TransformConfig]:
+    """One combination like those of :func:`random_case`, turned and sheared or with another filter than bilinear."""
+    planes, info, params, config = random_case(seed)
+    rng = np.random.default_rng([seed, 1])
+    filter = str(rng.choice(["nearest", "bilinear", "bicubic"]))
+    config = config.model_copy(update={"interpolation": filter, "fill": tuple(rng.random(3).tolist())})
+    if filter == "bilinear" or rng.integers(2):
+        angle, scale = float(rng.uniform(-180, 180)), float(np.exp(rng.uniform(-1.5, 1.5)))
+        shear, shift = (float(a) for a in rng.uniform(-40, 40, 2)), (float(a) for a in rng.uniform(-9, 9, 2))
+        turn = affine.inverse(config.size, angle=angle, translate=tuple(shift), scale=scale, shear=tuple(shear))  # type: ignore[arg-type]
+        params = replace(params, affine=turn, vflip=bool(rng.integers(2)))
+    return planes, info, params, config
+
+
+def reference(clip: ClipInput, config: TransformConfig) -> torch.Tensor:
+    """(T, 3, H, W) float64: the clip by the reference; for uint8 not yet rounded."""
+    transform = ClipTransform(config, len(clip.blend or clip.frame_map))
+    out = torch.zeros(transform.clip_shape, dtype=torch.float64)
+    planes = Planes(clip.planes.data.cpu(), clip.planes.format)
+    transform.apply_batch([replace(clip, planes=planes, out=out)])
+    return out.transpose(0, 1) if config.layout == "NCTHW" else out
 
 
 def drawn_ops(rng: np.random.Generator) -> list[ColorOp]:

@@ -122,6 +122,24 @@ def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) 
     assert "measuring 3 videos" in result.err, "progress belongs on stderr"
 
 
+def test_bench_measures_a_loaders_own_settings(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "clip: {frames: 3, fps: 5}\ntransform: {preset: kinetics_train, size: 48}\nbatch: 2\nseed: 5\ndevice: cpu\n"
+        "decode: {cpu_workers: 1}\n"
+    )
+    result = run("bench", folder, "--clips", "4", "--config", file, "--seed", "0", "--size", "32", "--json")
+    assert result.code == 0, result.err
+    report = json.loads(result.out)
+    loader = report["loader"]
+    assert (loader["clip"]["frames"], loader["clip"]["fps"], loader["seed"]) == (3, 5.0, 0)
+    assert loader["transform"]["size"] == [32, 32]
+    assert loader["transform"]["color_jitter"]["hue"] == [-0.1, 0.1]
+    assert loader["decode"]["cpu_workers"] == 1
+    assert report["measured"]["frames"] == 3 * report["measured"]["clips"]
+    assert "cpu_workers" in run("bench", folder, "--cpu-workers", "many").err
+
+
 def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
     (folder / "bad.mp4").write_bytes(b"")
     result = run("bench", folder, "--clips", "8", *SMALL)

@@ -207,6 +207,8 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(helping, name, value)
 
 
+_EPOCHS = 25
+"""Epochs within which a helper has got to work, on a busy machine too."""
 AHEAD: dict[str, Any] = {**OPTIONS, "device": "cpu", "decode": {"cpu_workers": 2}, "jitter": {"depth": 2}}
 
 
@@ -214,12 +216,15 @@ def test_helpers_work_ahead_and_change_no_bit(paths: list[Path], two_kinds: None
     many = paths * 8
     expected = batches(VideoLoader(many, device="cpu", **OPTIONS))
     with VideoLoader(many, **AHEAD) as loader:
-        for _ in range(2):
+        helped: set[str] = set()
+        for _ in range(_EPOCHS):
             loader.set_epoch(0)
             found = list(loader)
             assert all(torch.equal(batch.video, wanted) for batch, wanted in zip(found, expected, strict=True))
             assert [batch.index for batch in found] == list(range(len(expected)))
-        helped = {Path(clip.path).name for batch in found for clip in batch.clips if clip.decoder == "cpu"}
+            helped |= {Path(clip.path).name for batch in found for clip in batch.clips if clip.decoder == "cpu"}
+            if helped & {"h264.mp4", "vp9.webm"}:
+                break
         assert helped & {"h264.mp4", "vp9.webm"}
 
 
@@ -239,8 +244,12 @@ def test_what_helpers_cannot_do_is_the_hardwares(
 
     monkeypatch.setattr(DecodeProcess, "decode", dying)
     with VideoLoader(many, **AHEAD) as loader:
-        found = [batch.video for batch in loader]
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        for _ in range(_EPOCHS):
+            loader.set_epoch(0)
+            found = [batch.video for batch in loader]
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+            if loader.stats().get("helps_failed"):
+                break
         assert loader.stats()["helps_failed"] > 0
         assert not loader.bad_files
 

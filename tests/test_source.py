@@ -283,3 +283,16 @@ def test_classes_keep_their_numbers_in_a_set_that_lacks_some(tmp_path: Path) -> 
     assert [entry.columns["label"] for entry in collect(tmp_path / "val", shared)] == [1, 2]
     with pytest.raises(SourceError, match=r"3\.mp4 lies in a folder that source\.classes does not name"):
         collect(tmp_path / "train", SourceConfig(label_from="folder", classes=("a", "b")))
+
+
+def test_the_label_may_have_another_name(tmp_path: Path) -> None:
+    table = tmp_path / "list.csv"
+    table.write_text("file,class,score\na.mp4,3,0.5\nb.mp4,1,0.25\n")
+    config = SourceConfig(path_column="file", label_column="class")
+    entries = collect(table, config)
+    assert [dict(entry.columns) for entry in entries] == [{"label": 3, "score": 0.5}, {"label": 1, "score": 0.25}]
+    with pytest.raises(SourceError, match=r"a\.mp4 has no column 'kind' \(its columns: class, score\)"):
+        collect(table, SourceConfig(path_column="file", label_column="kind"))
+    table.write_text("path,class,label\na.mp4,3,1\n")
+    with pytest.raises(SourceError, match="has a column 'label' beside"):
+        collect(table, SourceConfig(label_column="class"))

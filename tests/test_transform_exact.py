@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from gpupipe.data import index as indices
 from gpupipe.data.decode import cpu
 from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipTransform, TransformParams, affine
-from gpupipe.data.transform.color import rgb_from_codes
 from gpupipe.data.transform.params import ColorOp
-from gpupipe.data.transform.picture import UNIT, Picture
 from gpupipe.types import Planes, VideoInfo
 
 MOST, MEAN = 2 / 255, 0.25 / 255
@@ -110,22 +107,6 @@ def test_very_wide_frames(bits: int, nv: bool, turned: bool) -> None:
     if not turned:
         expected = resize_exact(rgb_exact(planes, info), params, size, antialias=True).clamp(0, 1)
         assert float((exact.transpose(0, 1) - expected).abs().max()) < 1e-9
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.sampled_from(["nearest", "bilinear", "bicubic"]))
-def test_two_steps_are_the_same_resize(seed: int, filter: Any) -> None:
-    """What CUDA does for filters that its kernel has not, here on the CPU: edges included."""
-    planes, info, params, config = random_case(seed)
-    if filter == "nearest":  # a box of odd measures: no centre lies on the line between two samples, where either may be taken
-        top, left, height, width = params.crop
-        params = replace(params, crop=(top + 0.0131, left + 0.0173, height * 0.9713, width * 0.9587))
-    picture = Picture(planes, info, filter=filter, antialias=config.antialias)
-    one, two = (torch.empty(len(planes), 3, *config.size, dtype=torch.float64) for _ in range(2))
-    matrix = rgb_from_codes(info, planes.format)
-    picture.write(params, range(len(planes)), one, np.eye(3), (0, 0, 0), UNIT)
-    picture.two_steps(params, range(len(planes)), two, matrix, np.zeros(3), UNIT, clamp=True)
-    assert float((one - two).abs().max()) < 1e-9
 
 
 def test_a_clamp_before_the_resize_would_move_sharp_edges() -> None:

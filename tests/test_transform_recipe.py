@@ -77,6 +77,9 @@ def test_a_preset_gives_way_to_what_is_named_beside_it(tmp_path: Path) -> None:
     assert loader.override({"transform": "videomae"}).transform == TransformConfig(preset="videomae"), "another begins anew"
     loader.to_yaml(file)
     assert LoaderConfig.from_yaml(file) == loader
+    whole = TransformConfig(preset="kinetics_eval", crop="none")
+    assert whole.short_side is None, "it belongs to the preset's crop"
+    assert TransformConfig(**whole.model_dump()) == whole
 
 
 @pytest.mark.parametrize(
@@ -99,6 +102,7 @@ def test_a_preset_gives_way_to_what_is_named_beside_it(tmp_path: Path) -> None:
         ({"erasing": {"scale": (0.5, 0.1)}}, r"scale must be \(low, high\)"),
         ({"erasing": {"value": 300}, "dtype": "uint8"}, "does not fit dtype='uint8'"),
         ({"erasing": {"value": "randm"}}, r"ErasingConfig\.value: .*did you mean 'random'"),
+        ({"short_side": 256}, "short_side=256 is of no effect with crop='random-resized'"),
         ({"short_side": "long"}, r"TransformConfig\.short_side: "),
         ({"erasing": {"value": "random"}, "dtype": "uint8"}, "does not fit dtype='uint8'"),
         ({"auto_augment": {"policy": "randaugmnt"}}, "did you mean 'randaugment'"),

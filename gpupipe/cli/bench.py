@@ -9,7 +9,7 @@ import typer
 from pydantic import Field
 
 from gpupipe.cli.console import Progress, emit_json, existing, say, say_facts, size_text, to_json
-from gpupipe.config import StageConfig
+from gpupipe.config import LoaderConfig, SourceConfig, StageConfig
 from gpupipe.errors import GpupipeError
 
 _PASS_BATCHES = 64
@@ -17,38 +17,60 @@ _PASS_BATCHES = 64
 
 
 class BenchConfig(StageConfig):
-    """What is measured, and for how long. Without ``clips`` and ``seconds``: for ten seconds."""
+    """What is measured, and for how long. Without ``clips`` and ``seconds``: for ten seconds.
+
+    Fields of the loader that are None are those of ``config``, or the loader's defaults.
+    """
 
     videos: tuple[str, ...]
+    config: Path | None = None
+    """A loader's YAML file."""
     clips: Annotated[int, Field(ge=1)] | None = None
     seconds: Annotated[float, Field(gt=0)] | None = None
     warmup_batches: Annotated[int, Field(ge=0)] = 0
     """Taken before the clock starts; 0 counts opening files and making decoders, as a user pays for them."""
-    frames: Annotated[int, Field(ge=1)] = 16
-    stride: Annotated[int, Field(ge=1)] = 1
-    size: Annotated[int, Field(ge=1)] = 224
-    batch: Annotated[int, Field(ge=1)] = 8
-    device: str = "auto"
-    decoder: Literal["auto", "nvdec", "dali", "cpu"] = "auto"
+    frames: Annotated[int, Field(ge=1)] | None = None
+    stride: Annotated[int, Field(ge=1)] | None = None
+    transform: str | None = None
+    """The name of a preset."""
+    size: Annotated[int, Field(ge=1)] | None = None
+    batch: Annotated[int, Field(ge=1)] | None = None
+    device: str | None = None
+    decoder: Literal["auto", "nvdec", "dali", "cpu"] | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
-    sampling: Literal["random", "uniform", "stratified", "keyframe"] = "random"
-    cache: Literal["off", "device", "pinned"] = "off"
+    cpu_workers: Annotated[int, Field(ge=0)] | Literal["auto"] | None = None
+    sampling: Literal["random", "regular", "uniform", "stratified", "keyframe"] | None = None
+    cache: Literal["off", "device", "pinned"] | None = None
     """Where decoded clips are kept; it pays where frames are asked for again, as with ``sampling="uniform"``."""
-    cache_gib: Annotated[float, Field(gt=0)] = 4.0
-    seed: Annotated[int, Field(ge=0)] = 0
+    cache_gib: Annotated[float, Field(gt=0)] | None = None
+    seed: Annotated[int, Field(ge=0)] | None = None
     plot: Path | None = None
     """A PNG to draw the run's timeline in."""
     report: Path | None = None
     """A file for the JSON report."""
 
 
-def _long_enough(config: BenchConfig) -> list[str]:
+def _loader_config(config: BenchConfig) -> LoaderConfig:
+    """What is measured: the file's settings, or the defaults, and over them what was named."""
+    given: dict[str, dict[str, Any]] = {
+        "clip": {"frames": config.frames, "stride": config.stride, "sampling": config.sampling},
+        "transform": {"preset": config.transform, "size": config.size},
+        "batch": {"size": config.batch},
+        "decode": {"decoder": config.decoder, "threads": config.threads, "cpu_workers": config.cpu_workers},
+        "cache": {"clips": config.cache, "clips_gib": config.cache_gib},
+    }
+    named = {stage: {name: value for name, value in fields.items() if value is not None} for stage, fields in given.items()}
+    single = {name: value for name, value in (("device", config.device), ("seed", config.seed)) if value is not None}
+    loader = LoaderConfig.parse(config.config).override({stage: fields for stage, fields in named.items() if fields} | single)
+    return loader.override({"batch": {"drop_last": False}})
+
+
+def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str, Any]]:
     """The videos, over and over until a pass over them is long: between two passes a loader starts anew."""
-    from gpupipe.config import SourceConfig
     from gpupipe.data.source import collect
 
-    paths = [entry.path for entry in collect(existing(config.videos), SourceConfig())]
-    return paths * -(-_PASS_BATCHES * config.batch // len(paths))
+    rows = [{**entry.columns, "path": entry.path} for entry in collect(existing(videos), loader.source)]
+    return rows * -(-_PASS_BATCHES * loader.batch.size // len(rows))
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -68,16 +90,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
     if config.plot is not None and config.plot.suffix.lower() != ".png":
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
-    with VideoLoader(
-        _long_enough(config),
-        clip={"frames": config.frames, "stride": config.stride, "sampling": config.sampling},
-        transform={"size": config.size},
-        batch={"size": config.batch, "drop_last": False},
-        device=config.device,
-        seed=config.seed,
-        decode={"decoder": config.decoder, "threads": config.threads},
-        cache={"clips": config.cache, "clips_gib": config.cache_gib},
-    ) as loader:
+    settings = _loader_config(config)
+    rows = _long_enough(config.videos, settings)
+    with VideoLoader(rows, config=settings.model_copy(update={"source": SourceConfig()})) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
         videos = len(set(loader.dataset))
         with Progress(f"measuring {videos} videos", config.clips) as bar:
@@ -89,13 +104,19 @@ def bench(config: BenchConfig) -> dict[str, Any]:
                 progress=lambda done, passed: bar.update(done, f"{done / max(passed, 1e-9):.1f} clips/s, {passed:.0f} s"),
             )
         device = str(loader.device)
-    settings = config.model_dump(mode="json", exclude={"plot", "report", "videos"})
-    report = {"command": "bench", "videos": videos, **settings, "device": device, "measured": result.to_dict(),
-              "machine": machine_facts()}  # fmt: skip
+    report = {
+        "command": "bench",
+        "videos": videos,
+        "loader": settings.model_dump(mode="json"),
+        "device": device,
+        "measured": result.to_dict(),
+        "machine": machine_facts(),
+    }
     if config.plot is not None:
         from gpupipe.observe.plots import bench_timeline
 
-        title = f"{config.frames} frames of {config.size}x{config.size}, batches of {config.batch}, on {device}"
+        height, width = settings.transform.size
+        title = f"{settings.clip.frames} frames of {width}x{height}, batches of {settings.batch.size}, on {device}"
         bench_timeline(result, config.plot, title=title)
     if config.report is not None:
         config.report.write_text(to_json(report), encoding="utf-8")
@@ -107,19 +128,25 @@ def command(
     clips: Annotated[int | None, typer.Option(help="Stop after so many clips.")] = None,
     seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds; 10 without --clips.")] = None,
     warmup_batches: Annotated[int, typer.Option("--warmup", help="Batches before the clock starts.")] = 0,
-    frames: Annotated[int, typer.Option(help="Frames in a clip.")] = 16,
-    stride: Annotated[int, typer.Option(help="Distance between frames of a clip.")] = 1,
-    size: Annotated[int, typer.Option(help="Side of the output in pixels.")] = 224,
-    batch: Annotated[int, typer.Option(help="Clips in a batch.")] = 8,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    decoder: Annotated[Literal["auto", "nvdec", "dali", "cpu"], typer.Option(help="auto, nvdec, dali or cpu.")] = "auto",
+    loader: Annotated[Path | None, typer.Option("--config", help="A loader's YAML file; the options below win.")] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames in a clip; 16.")] = None,
+    stride: Annotated[int | None, typer.Option(help="Distance between frames of a clip; 1.")] = None,
+    transform: Annotated[
+        str | None, typer.Option(help="kinetics_train, kinetics_eval, videomae or diffusion; the loader's default.")
+    ] = None,
+    size: Annotated[int | None, typer.Option(help="Side of the output in pixels; 224.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Clips in a batch; 8.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
+    decoder: Annotated[Literal["auto", "nvdec", "dali", "cpu"] | None, typer.Option(help="auto, nvdec, dali or cpu.")] = None,
     threads: Annotated[int | None, typer.Option(help="Decode threads.")] = None,
+    cpu_workers: Annotated[str | None, typer.Option(help="Processes that decode in software: a number, or auto; 0.")] = None,
     sampling: Annotated[
-        Literal["random", "uniform", "stratified", "keyframe"], typer.Option(help="Which frames make a clip.")
-    ] = "random",
-    cache: Annotated[Literal["off", "device", "pinned"], typer.Option(help="Where decoded clips are kept.")] = "off",
-    cache_gib: Annotated[float, typer.Option(help="Bound on the kept clips' memory in GiB.")] = 4.0,
-    seed: Annotated[int, typer.Option(help="Fixes order, frames and augmentations.")] = 0,
+        Literal["random", "regular", "uniform", "stratified", "keyframe"] | None,
+        typer.Option(help="Which frames make a clip; random."),
+    ] = None,
+    cache: Annotated[Literal["off", "device", "pinned"] | None, typer.Option(help="Where decoded clips are kept; off.")] = None,
+    cache_gib: Annotated[float | None, typer.Option(help="Bound on the kept clips' memory in GiB; 4.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes order, frames and augmentations; 0.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the run's timeline in this PNG.")] = None,
@@ -129,15 +156,21 @@ def command(
     Shows clips/s, frames/s, waits, packets decoded per frame, and the use of engines, CPU and memory.
     """
     config = BenchConfig(
-        videos=tuple(paths), clips=clips, seconds=seconds, warmup_batches=warmup_batches, frames=frames, stride=stride,
-        size=size, batch=batch, device=device, decoder=decoder, threads=threads, sampling=sampling, cache=cache,
-        cache_gib=cache_gib, seed=seed, plot=plot, report=report,
+        videos=tuple(paths), clips=clips, seconds=seconds, warmup_batches=warmup_batches, config=loader, frames=frames,
+        stride=stride, transform=transform, size=size, batch=batch, device=device, decoder=decoder, threads=threads,
+        cpu_workers=_number_or_name(cpu_workers),
+        sampling=sampling, cache=cache, cache_gib=cache_gib, seed=seed, plot=plot, report=report,
     )  # fmt: skip
     result = bench(config)
     if as_json:
         emit_json(result)
     else:
         _say_report(result)
+
+
+def _number_or_name(text: str | None) -> Any:
+    """A number, or what the configuration is to make of it."""
+    return int(text) if text is not None and text.isdecimal() else text
 
 
 def _say_report(report: dict[str, Any]) -> None:
@@ -158,7 +191,7 @@ def _say_report(report: dict[str, Any]) -> None:
         ("first batch", f"{m['first_batch_seconds']:.2f} s"),
         ("wait per batch", waits),
         ("packets decoded per frame used", None if packets is None else f"{packets:.2f}"),
-        ("clips from the cache", None if report["cache"] == "off"
+        ("clips from the cache", None if report["loader"]["cache"]["clips"] == "off"
          else f"{m['cache_hits']} of {m['cache_hits'] + m['cache_misses']}, {size_text(m['cache_bytes'])} held"),
         ("NVDEC use, mean and peak", None if use["nvdec_percent_mean"] is None
          else f"{percent(use['nvdec_percent_mean'])}, {percent(use['nvdec_percent_max'])}"),

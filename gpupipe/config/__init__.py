@@ -62,6 +62,8 @@ class SourceConfig(StageConfig):
     ``classes`` of the training loader: it may lack some."""
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
+    label_column: str = "label"
+    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here."""
 
 
 class ClipConfig(StageConfig):

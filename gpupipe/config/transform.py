@@ -119,7 +119,10 @@ class TransformConfig(StageConfig):
         if isinstance(values, str):
             values = {"preset": values}
         if isinstance(values, dict) and values.get("preset") is not None:
-            return preset(values["preset"]) | values
+            fields = preset(values["preset"]) | values
+            if fields.get("crop") not in WINDOWS and "short_side" not in values:  # the preset's belongs to the preset's crop
+                fields.pop("short_side", None)
+            return fields
         return values
 
     @field_validator("dtype", mode="before")
@@ -146,8 +149,13 @@ class TransformConfig(StageConfig):
             ascending(name, getattr(self, name))
         if isinstance(self.short_side, tuple):
             ascending("short_side", self.short_side)
+        if self.short_side is not None and self.crop not in WINDOWS:
+            raise Misfit(
+                f"short_side={self.short_side} is of no effect with crop={self.crop!r}",
+                fix=f"leave it out (None), or use a crop that takes a window: {', '.join(WINDOWS)}",
+            )
         shortest = min(self.short_side) if isinstance(self.short_side, tuple) else self.short_side
-        if shortest is not None and self.crop in WINDOWS and shortest < min(self.size):
+        if shortest is not None and shortest < min(self.size):
             raise Misfit(
                 f"short_side={self.short_side} is smaller than the crop size {self.size}",
                 fix="raise short_side, or leave it out: then it is just large enough",

@@ -1,1 +1,1 @@
-"""The engine room: what the machine has, streams, kernels and textures. No word of video or of models here."""
+"""The engine room: what the machine has, streams, kernels and memory. No word of video or of models here."""

@@ -19,6 +19,8 @@ Where = Literal["device", "pinned"]
 
 SLAB_BYTES = 256 << 20
 """Size of a slab, where the bound has room for it and no larger piece is asked for."""
+PITCH_BYTES = 512
+"""Rows of frames start at multiples of this: kernels read several neighbouring samples as one word."""
 _ALIGN = 512
 """Pieces start at multiples of this many bytes."""
 

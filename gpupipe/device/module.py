@@ -15,8 +15,12 @@ from gpupipe.errors import DeviceError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
 _PLAIN_SHARED_BYTES = 48 * 1024
 """Dynamic shared memory that any kernel may have without asking."""
+
+_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16", "uint8": "unsigned char"}
 
 _compiling = threading.Lock()
 _kernels: dict[tuple[str, str, tuple[str, ...], int], Any] = {}
@@ -78,6 +82,11 @@ def _compiled(file: str, name: str, options: tuple[str, ...], gpu: int) -> Any:
                 fix="install CuPy with its headers: pip install 'cupy-cuda13x[ctk]' (cuda12x for a CUDA 12 driver), "
                 "or set CUDA_PATH to a CUDA toolkit",
             ) from error
+
+
+def cuda_type(dtype: torch.dtype) -> str:
+    """What CUDA C++ calls a torch dtype: float32, float16, bfloat16 or uint8."""
+    return _TYPES[str(dtype).removeprefix("torch.")]
 
 
 def launch(function: Any, grid: tuple[int, ...], block: tuple[int, ...], args: Sequence[Any], *, shared_bytes: int = 0) -> None:

@@ -1,4 +1,4 @@
-"""Texture objects over pitched memory, kept by address: a texture is a descriptor, it owns no memory."""
+"""Texture objects over frames in pitched memory, kept by address: a texture is a descriptor, it owns no memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from gpupipe.device.inventory import load
 if TYPE_CHECKING:
     import torch
 
+TEXEL = 4
+"""Samples of a texel: one fetch gives four neighbours of a row."""
 PITCH_BYTES = 32
 """Row pitches of linear 2-D textures are multiples of this (cudaDevAttrTexturePitchAlignment on all GPUs since sm_70)."""
 BASE_BYTES = 512
@@ -24,48 +26,33 @@ _lock = threading.Lock()
 _textures: OrderedDict[tuple[int, ...], Any] = OrderedDict()
 
 
-class PitchedBuffer:
-    """A CUDA tensor of rows of one pitch, whose parts can be read through textures.
+def can_be_textured(frames: torch.Tensor) -> bool:
+    """Whether frames (N, rows, pitch) of 8- or 16-bit samples can be read through one texture: where they start, how far apart
+    their rows are, and how many rows there are allow it."""
+    item = frames.element_size()
+    return (
+        frames.is_contiguous()
+        and frames.shape[2] * item % PITCH_BYTES == 0
+        and frames.data_ptr() % BASE_BYTES == 0
+        and frames.shape[0] * frames.shape[1] <= MAX_ROWS
+    )
 
-    Args:
-        data: (rows, pitch) uint8 or uint16, contiguous, on a CUDA device, starting at a multiple of ``BASE_BYTES``, the pitch
-            a multiple of ``PITCH_BYTES``.
+
+def texture_of(frames: torch.Tensor) -> int:
+    """Handle (``cudaTextureObject_t``) of frames (N, rows, pitch) on a CUDA device that :func:`can_be_textured`.
+
+    All rows one below the other, ``TEXEL`` samples a texel: one channel of 32 bits for 8-bit samples, two for 16-bit ones.
+    Point filter, unnormalised coordinates, clamped at the edges.
     """
-
-    def __init__(self, data: torch.Tensor) -> None:
-        assert data.is_cuda, data.device
-        assert data.ndim == 2, data.shape
-        assert data.is_contiguous(), data.stride()
-        assert data.shape[1] * data.element_size() % PITCH_BYTES == 0, data.shape
-        assert data.data_ptr() % BASE_BYTES == 0, hex(data.data_ptr())
-        self.data = data
-
-    @classmethod
-    def of(cls, frames: torch.Tensor) -> PitchedBuffer:
-        """The buffer that frames (N, rows, pitch) form together."""
-        return cls(frames.flatten(0, 1))
-
-    def texture(self, first_row: int, rows: int, width: int) -> int:
-        """Handle (``cudaTextureObject_t``) of a view of ``width`` samples from ``first_row`` on.
-
-        One channel of 8 or 16 bits, point filter, unnormalised coordinates, clamped at the view's edges, read as integers.
-        ``first_row`` times the pitch must be a multiple of ``BASE_BYTES``.
-        """
-        data = self.data
-        sample_bytes = data.element_size()
-        pitch_bytes = data.shape[1] * sample_bytes
-        address = data.data_ptr() + first_row * pitch_bytes
-        assert 0 < rows <= MAX_ROWS, rows
-        assert first_row + rows <= data.shape[0], (first_row, rows, data.shape)
-        assert address % BASE_BYTES == 0, (first_row, pitch_bytes)
-        key = (data.device.index, address, rows, width, pitch_bytes, sample_bytes)
-        with _lock:
-            if key not in _textures:
-                if len(_textures) >= _KEPT:
-                    _forget_oldest()
-                _textures[key] = _make(*key)
-            _textures.move_to_end(key)
-            return int(_textures[key].ptr)
+    count, rows, pitch = frames.shape
+    key = (frames.device.index, frames.data_ptr(), count * rows, pitch * frames.element_size(), frames.element_size())
+    with _lock:
+        if key not in _textures:
+            if len(_textures) >= _KEPT:
+                _forget_oldest()
+            _textures[key] = _make(*key)
+        _textures.move_to_end(key)
+        return int(_textures[key].ptr)
 
 
 def _forget_oldest() -> None:
@@ -77,14 +64,14 @@ def _forget_oldest() -> None:
         _textures.popitem(last=False)
 
 
-def _make(gpu: int, address: int, rows: int, width: int, pitch_bytes: int, sample_bytes: int) -> Any:
+def _make(gpu: int, address: int, rows: int, pitch_bytes: int, sample_bytes: int) -> Any:
     cupy = load("cupy")
     texture, runtime = cupy.cuda.texture, cupy.cuda.runtime
+    width = pitch_bytes // (TEXEL * sample_bytes)
     with cupy.cuda.Device(gpu):
         memory = cupy.cuda.UnownedMemory(address, rows * pitch_bytes, None, gpu)
-        dtype = cupy.uint8 if sample_bytes == 1 else cupy.uint16
-        view = cupy.ndarray((rows, pitch_bytes // sample_bytes), dtype, cupy.cuda.MemoryPointer(memory, 0))
-        channels = texture.ChannelFormatDescriptor(8 * sample_bytes, 0, 0, 0, runtime.cudaChannelFormatKindUnsigned)
+        view = cupy.ndarray((rows, pitch_bytes // 4), cupy.uint32, cupy.cuda.MemoryPointer(memory, 0))
+        channels = texture.ChannelFormatDescriptor(32, 32 * (sample_bytes - 1), 0, 0, runtime.cudaChannelFormatKindUnsigned)
         resource = texture.ResourceDescriptor(
             runtime.cudaResourceTypePitch2D, arr=view, chDesc=channels, width=width, height=rows, pitchInBytes=pitch_bytes
         )

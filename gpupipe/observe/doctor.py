@@ -153,7 +153,7 @@ def _nvrtc() -> Check:
         return Check(name, "missing", f"not tried: {why_not}", "needed on a GPU only")
     import torch
 
-    from gpupipe.data.transform.kernel import compile_for
+    from gpupipe.data.transform.resize import compile_for
 
     compile_for(1, torch.bfloat16)
     return Check(name, "ok", "NVRTC compiled the clip transform")

@@ -3,9 +3,9 @@
 
 #include "clip_color.cu"
 
-#define RUN(name)                                                                              \
-  extern "C" int run_##name(const ColorBatch* p, int gx, int gy, int gz, int bx, int by) {       \
-    return run_grid<ColorBatch>(name, p, Index{gx, gy, gz}, Index{bx, by});                      \
+#define RUN(name)                                                                           \
+  extern "C" void run_##name(const ColorBatch* p, int gx, int gy, int gz, int bx, int by) { \
+    run_grid<ColorBatch>(name, p, Index{gx, gy, gz}, Index{bx, by});                        \
   }
 RUN(color_sums)
 RUN(color_float32)

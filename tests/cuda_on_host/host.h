@@ -18,7 +18,6 @@
 using std::abs;
 using std::max;
 using std::min;
-using cudaTextureObject_t = unsigned long long;
 
 struct Index {
   int x = 0, y = 0, z = 0;
@@ -27,21 +26,23 @@ inline Index threadIdx, blockIdx;
 constexpr int kSharedDoubles = 12288;  // 96 KB
 double shared_memory[kSharedDoubles];
 
+// A texture of texels of 32 or 64 bits with point filter: what a handle points to. A right kernel fetches nothing outside.
+using cudaTextureObject_t = unsigned long long;
 struct Texture {
   const void* data;
-  int width, rows, pitch;  // in samples
+  int width, rows, pitch;  // in texels
 };
 inline int fetches_outside = 0;
 
-template <typename Word>
-Word tex2D(cudaTextureObject_t handle, float x, float y) {
+template <typename Texel>
+Texel tex2D(cudaTextureObject_t handle, float x, float y) {
   const Texture& texture = *reinterpret_cast<const Texture*>(handle);
   const int column = static_cast<int>(std::floor(x)), row = static_cast<int>(std::floor(y));
   if (column < 0 || column >= texture.width || row < 0 || row >= texture.rows) {
     ++fetches_outside;
-    return 0;
+    return {};
   }
-  return static_cast<const Word*>(texture.data)[static_cast<long>(row) * texture.pitch + column];
+  return static_cast<const Texel*>(texture.data)[static_cast<long>(row) * texture.pitch + column];
 }
 
 inline float __uint_as_float(unsigned int bits) {
@@ -70,6 +71,9 @@ struct float2 {
   float x, y;
 };
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline void atomicAdd(int* at, int value) { *at += value; }
+inline double __dmul_rn(double x, double y) { return x * y; }
+inline double __dadd_rn(double x, double y) { return x + y; }
 inline float __saturatef(float x) { return x > 0.f ? min(x, 1.f) : 0.f; }
 inline float reciprocal(float x) { return 1 / x; }
 struct float4 {
@@ -87,6 +91,7 @@ struct Fibre {
 inline ucontext_t scheduler;
 inline Fibre* running;
 inline void __syncthreads() { swapcontext(&running->context, &scheduler); }
+inline void __syncwarp() { __syncthreads(); }
 
 // What a warp does together: each lane leaves its part, and takes what it needs once all have. The next such thing may begin before
 // all have taken theirs, so it has another place.
@@ -190,18 +195,16 @@ void run_block(Fibre* fibres, Index block) {
   }
 }
 
-// Runs the whole grid; the number of texture fetches outside the texture, which a right kernel never makes.
+// Runs the whole grid.
 template <typename Params>
-int run_grid(void (*kernel)(Params), const Params* params, Index grid, Index block) {
+void run_grid(void (*kernel)(Params), const Params* params, Index grid, Index block) {
   static std::vector<Fibre> fibres(1024);
   Job<Params>::kernel = kernel;
   Job<Params>::params = params;
-  fetches_outside = 0;
   for (blockIdx.z = 0; blockIdx.z < grid.z; ++blockIdx.z)
     for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y)
       for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
         std::fill(shared_memory, shared_memory + kSharedDoubles, NAN);  // shared memory starts out with anything
         run_block<Params>(fibres.data(), block);
       }
-  return fetches_outside;
 }

@@ -1,4 +1,4 @@
-"""A thread's own frames on the GPU: pitched for textures, grown as needed, used again in stream order."""
+"""A thread's own frames on the GPU: of one pitch, grown as needed, used again in stream order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gpupipe.device.driver import context_of, copy_rows
-from gpupipe.device.texture import BASE_BYTES
+from gpupipe.device.memory import PITCH_BYTES
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class FrameStore:
         import torch
 
         self._row_bytes = layout.row_samples * layout.sample_bytes
-        self._pitch_bytes = -(-self._row_bytes // BASE_BYTES) * BASE_BYTES
+        self._pitch_bytes = -(-self._row_bytes // PITCH_BYTES) * PITCH_BYTES
         self._rows = layout.rows
         self._frame_bytes = self._rows * self._pitch_bytes
         needed = frames * self._frame_bytes

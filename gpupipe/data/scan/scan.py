@@ -181,7 +181,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             if stop():
                 raise Stopped
             data = bytes(packet)
-            if packet.has_sidedata("new_extradata"):
+            if next(packet.iter_sidedata(), None) is not None and packet.has_sidedata("new_extradata"):
                 changed = bytes(packet.get_sidedata("new_extradata"))
                 if nal_length_size(codec, changed) != length_size or codec not in _CONFIGURED:
                     faults.append("its codec is configured anew, of which only the part before is read")
@@ -189,22 +189,22 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
                 sets.see(parameter_sets(codec, changed), 0)
                 kinds |= sequences_of_extradata(codec, changed)
                 in_force.append((len(rows.size), sets.in_force()))
-            at = -1 if packet.pos is None or packet.pos < 0 else packet.pos + offset
-            rows.position.append(at if at >= 0 and window.holds(at, data) else -1)
+            at, key = packet.pos, packet.is_keyframe
+            rows.position.append(at + offset if at is not None and at >= 0 and window.holds(at + offset, data) else -1)
             rows.size.append(len(data))
             rows.pts.append(packet.pts)
             rows.dts.append(packet.dts)
-            rows.key.append(packet.is_keyframe)
-            rows.start.append(packet.is_keyframe and is_start_point(codec, data, length_size))
+            rows.key.append(key)
+            rows.start.append(key and is_start_point(codec, data, length_size))
             picture = picture_of(codec, data, length_size)
             rows.shown.append(not packet.is_discard and not leading.is_lost(picture) and not picture.empty)
-            if picture.has_sets or (packet.is_keyframe and codec in HEADERS):
+            if picture.has_sets or (key and codec in HEADERS):
                 sets.see(data, length_size)
                 if sets.in_force() != in_force[-1][1]:
                     in_force.append((len(rows.size) - 1, sets.in_force()))
             rows.layer.append(picture.layer)
             rows.unreferenced.append(picture.unreferenced)
-            if packet.is_keyframe or codec == "vp9":  # VP9 may change its size at any frame
+            if key or codec == "vp9":  # VP9 may change its size at any frame
                 kinds |= sequences(codec, data, length_size)
             if first is None and len(rows.size) == 1:
                 first = _without_picture(context, codec, data, length_size) or _alone(context, packet)
@@ -358,8 +358,7 @@ class _Window:
         if not self._start <= position <= position + len(data) <= self._start + len(self._bytes):
             self._start = position
             self._bytes = self._file.read(position, max(len(data), _WINDOW_BYTES))
-        at = position - self._start
-        return self._bytes[at : at + len(data)] == data
+        return self._bytes.startswith(data, position - self._start)
 
 
 def _display_by_decoding(path: str, stop: Stop, most: int) -> list[int]:

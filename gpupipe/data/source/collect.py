@@ -41,7 +41,9 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
     if not entries:
         raise SourceError("the list of videos is empty", fix="give at least one video")
-    return _label_by_folder(entries, config.classes) if config.label_from == "folder" else entries
+    if config.label_from == "folder":
+        return _label_by_folder(entries, config.classes)
+    return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
 
 
 def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
@@ -92,6 +94,18 @@ def _folder(path: str, config: SourceConfig) -> list[Entry]:
 def class_names(entries: Sequence[Entry]) -> tuple[str, ...]:
     """The names of the videos' parent folders, sorted."""
     return tuple(sorted({Path(entry.path).parent.name for entry in entries}))
+
+
+def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
+    for entry in entries:
+        if column not in entry.columns or "label" in entry.columns:
+            have = ", ".join(map(str, entry.columns)) or "none"
+            wrong = "has no column" if column not in entry.columns else "has a column 'label' beside the label_column"
+            raise SourceError(f"{entry.path} {wrong} {column!r} (its columns: {have})", fix="check source.label_column")
+    return [
+        replace(entry, columns={"label" if name == column else name: value for name, value in entry.columns.items()})
+        for entry in entries
+    ]
 
 
 def _label_by_folder(entries: list[Entry], classes: tuple[str, ...]) -> list[Entry]:

@@ -1,9 +1,9 @@
 """From decoded planes to clips: draw the parameters, fold them, and write the result straight into the batch.
 
 ``draw`` draws ``params``, ``geometry`` says which samples make an output pixel, ``color`` what their codes mean; ``reference``
-applies that in torch on the CPU. On CUDA ``fuse`` makes the clips of a batch together, colours included, by ``resize`` and
-``finish``. The rest is made clip by clip: sampled by ``reference``, ``resize`` or ``kernel``, then ``affine`` turns and shears,
-``adjust`` changes colours and blurs.
+applies that in torch on the CPU, ``affine`` turns and shears, ``adjust`` changes colours and blurs. On CUDA ``fuse`` makes the
+clips of a batch together by ``resize``, ``move``, ``finish`` and ``gaussian``. What these do not serve is made clip by clip:
+sampled by the same kernels, then changed by ``levels``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import draw as drawing
-from gpupipe.data.transform import finish, fuse, kernel, resize, targets
+from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.fuse import ClipInput, Fuser
 from gpupipe.data.transform.params import Box, TransformParams, whole
@@ -62,14 +62,18 @@ class ClipTransform:
             DeviceError: when it cannot be compiled here.
         """
         config = self.config
-        moves = config.affine or config.auto_augment or config.interpolation != "bilinear"
-        colors = config.color_jitter or config.grayscale or config.channel_drop or config.blur
-        if moves or colors:
-            kernel.compile_for(1, torch.float32)  # what is neither sampling nor scaling begins with that
-            resize.compile_for(1, torch.float32)
+        stretches = config.interpolation == "bilinear"
+        if config.color_jitter or config.auto_augment or config.grayscale or config.channel_drop:
             finish.compile_for(self.dtype)
-        kernel.compile_for(1, self.dtype)
-        resize.compile_for(1, self.dtype)
+        if config.blur:
+            gaussian.compile_for(self.dtype)
+        if config.auto_augment:
+            levels.compile_for()
+        if config.affine or config.auto_augment or not stretches:
+            for textured in (True, False):
+                move.compile_for(1, self.dtype, textured=textured)
+        if stretches:
+            resize.compile_for(1, self.dtype)
 
     def draw(self, info: VideoInfo, rng: np.random.Generator, clip: int = 0) -> TransformParams:
         """Draws one clip's parameters; generators in equal states give equal ones.
@@ -93,9 +97,10 @@ class ClipTransform:
     def apply_batch(self, clips: Sequence[ClipInput]) -> None:
         """Writes clips into their slots, which are on one device; on CUDA on the current stream.
 
-        There, clips that are cut, resized bilinearly, turned by quarters, flipped and changed in colour pixel by pixel share
-        one launch, or two where one has contrast; eight clips and 512 frames at a time. The others follow one by one. A clip's
-        bits do not depend on what else is in the batch.
+        There, clips that are cut, resized bilinearly, turned by quarters and flipped share one launch, changes of colour that
+        look at one pixel included; so do those that are moved otherwise or have another filter. One more follows for those with
+        contrast, and one for those that are blurred. A launch has room for eight clips and 512 frames. Blended clips and those
+        with other changes of colour are made one by one. A clip's bits do not depend on what else is in the batch.
 
         Raises:
             GraphError: when a clip's ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
@@ -114,7 +119,8 @@ class ClipTransform:
 
     def _check(self, clip: ClipInput) -> None:
         out, info, frame_map = clip.out, clip.info, clip.frame_map
-        if out.shape != self.clip_shape or out.dtype not in (self.dtype, torch.float64):
+        dtypes = (self.dtype,) if fuse.takes(out) else (self.dtype, torch.float64)
+        if out.shape != self.clip_shape or out.dtype not in dtypes:
             raise GraphError(
                 f"the transform makes {self.dtype} clips of shape {self.clip_shape}, out is {out.dtype} {tuple(out.shape)}",
                 path=info.path,
@@ -191,14 +197,17 @@ class ClipTransform:
                 for t, share in enumerate(blend):
                     rgb[t].lerp_(following[t], share)
                 rgb = rgb.clamp_(0, 1) if config.clamp else rgb
-            if rgb.is_cuda and dtype == torch.float32 and not params.blur and finish.serves(ops):
-                numbers = tuple(np.concatenate(self._scale).tolist())
-                finish.finish(rgb, ops, numbers, out, clamp=config.clamp)
-            else:
-                rgb = adjust(rgb, ops, clamp=config.clamp)
-                if params.blur and config.blur is not None:
-                    rgb = blur(rgb, config.blur.kernel_size, params.blur)
-                store(rgb, self._scale, out)
+            numbers = tuple(np.concatenate(self._scale).tolist())
+            sigma, kernel_size = (params.blur, config.blur.kernel_size) if config.blur is not None else (0.0, 1)
+            if fuse.takes(rgb):
+                rgb, left = levels.change(rgb, ops, clamp=config.clamp, wholly=sigma > 0)
+                if sigma:
+                    gaussian.blur(rgb, kernel_size, sigma, numbers, out)
+                else:
+                    finish.finish(rgb, left, numbers, out, clamp=config.clamp)
+                return
+            rgb = adjust(rgb, ops, clamp=config.clamp)
+            store(blur(rgb, kernel_size, sigma) if sigma else rgb, self._scale, out)
         else:
             clamp = config.clamp or self.dtype == torch.uint8
             picture.write(params, frame_map, out, folded, config.fill, self._scale, clamp=clamp)

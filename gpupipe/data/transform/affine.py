@@ -126,25 +126,6 @@ def sample(
     return out.view(*image.shape[:-2], rows, columns), cover.view(rows, columns)
 
 
-def stretch(
-    image: torch.Tensor, matrix: NDArray[np.float64], size: Size, *, filter: Filter = "bilinear", antialias: bool = False
-) -> torch.Tensor:
-    """Samples a picture through a matrix that only scales, mirrors and shifts, one axis after the other: the resize of
-    ``geometry``, which reads nothing outside of the picture.
-
-    Arguments as for :func:`sample`; returns (..., height, width).
-    """
-    spans = supports(matrix, antialias=antialias)
-    for axis, row in ((-2, 1), (-1, 0)):
-        at = matrix[row, row] * (np.arange(size[axis]) + 0.5) + matrix[row, 2]
-        index, weight = _taps(at, spans[row], image.shape[axis], filter, antialias=antialias, inside=True).to(image)
-        shape = (-1, 1) if axis == -2 else (-1,)
-        image = sum(  # type: ignore[assignment]  # of at least one tap
-            image.index_select(axis, picked) * share.view(shape) for picked, share in zip(index, weight, strict=True)
-        )
-    return image
-
-
 @dataclass(frozen=True, slots=True)
 class _Taps:
     """Samples along one axis and their weights, (taps, places) each."""
@@ -157,11 +138,8 @@ class _Taps:
         return torch.from_numpy(self.index).to(image.device), torch.from_numpy(self.weight).to(image)
 
 
-def _taps(
-    at: NDArray[np.float64], support: float, extent: int, filter: Filter, *, antialias: bool, inside: bool = False
-) -> _Taps:
-    """What is read along an axis of ``extent`` samples at these places. What lies outside weighs nothing; with ``inside`` the
-    weights are divided by the sum of the rest or, without antialias, the edge samples are repeated, as in ``geometry``."""
+def _taps(at: NDArray[np.float64], support: float, extent: int, filter: Filter, *, antialias: bool) -> _Taps:
+    """What is read along an axis of ``extent`` samples at these places. What lies outside weighs nothing."""
     if filter == "nearest":
         index, weight = np.floor(at)[None].astype(np.int64), np.ones((1, at.size))
     else:
@@ -170,7 +148,5 @@ def _taps(
         index = first + np.arange(math.ceil(2 * radius * support) + 1)[:, None]
         weight = kernel((index + 0.5 - at) / support)
         weight /= weight.sum(axis=0)
-    if not inside or (antialias and filter != "nearest"):
-        weight[(index < 0) | (index >= extent)] = 0
-        weight = weight / weight.sum(axis=0) if inside else weight
+    weight[(index < 0) | (index >= extent)] = 0
     return _Taps(np.clip(index, 0, extent - 1), weight)

@@ -10,7 +10,7 @@ import torch
 
 from gpupipe.data.order import AFTER, BEFORE, clip_generator
 from gpupipe.data.transform import ClipTransform, to_rgb
-from gpupipe.device.texture import BASE_BYTES
+from gpupipe.device.memory import PITCH_BYTES
 from gpupipe.errors import GraphError
 from gpupipe.types import Clip, ClipRecord, ClipRequest, FramePick, PlaneFormat, Planes, VideoInfo
 
@@ -125,7 +125,7 @@ NO_CUSTOM = Custom()
 def _as_planes(video: torch.Tensor, info: VideoInfo) -> tuple[Planes, VideoInfo]:
     """RGB in 8 bits as full-range planes in the order that H.273's identity matrix has: G, B, R. Nothing is lost by it."""
     count, _, height, width = video.shape
-    pitch = -(-width // BASE_BYTES) * BASE_BYTES  # as textures want it
+    pitch = -(-width // PITCH_BYTES) * PITCH_BYTES
     data = torch.zeros((count, 3 * height, pitch), dtype=torch.uint8, device=video.device)
     for row, channel in enumerate((1, 2, 0)):
         data[:, row * height : (row + 1) * height, :width] = video[:, channel]

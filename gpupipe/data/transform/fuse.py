@@ -1,9 +1,10 @@
-"""Clips of a batch made together on CUDA: one launch for all of them, two where contrast needs the frames' means.
+"""Clips of a batch made together on CUDA: one launch for all of them, one more where contrast needs the frames' means or for
+blur.
 
 The first launch goes from samples to the finished clip, changes of colour included. Where contrast is among these it ends with
-the RGB before contrast, and with the sums of its greys. That RGB is kept in 16 bits of [0, 1], at half the bytes of float32: it
-is off by 2^-17 at most, 1/500 of a code of 8 bits, which contrast and what follows it multiply by a small number. Where RGB may
-leave [0, 1] it is float32.
+the RGB before contrast, and with the sums of its greys; before blur it ends with the RGB that is to be blurred. That is kept in
+16 bits of [0, 1], at half the bytes of float32: it is off by 2^-17 at most, 1/500 of a code of 8 bits, which contrast and what
+follows it multiply by a small number. Where RGB may leave [0, 1] it is float32.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
-from gpupipe.data.transform import finish, resize
+from gpupipe.data.transform import finish, gaussian, resize
 from gpupipe.data.transform.adjust import fold
 from gpupipe.data.transform.color import rgb_from_codes
-from gpupipe.data.transform.geometry import geometry
 from gpupipe.data.transform.params import ColorOp, TransformParams
-from gpupipe.data.transform.picture import CHANNELS, Scale, check_planes
+from gpupipe.data.transform.picture import CHANNELS, Job, Scale, begin_on_cuda, check_planes, make_on_cuda
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
 
 if TYPE_CHECKING:
@@ -53,6 +54,17 @@ class ClipInput:
     blend: Sequence[float] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class _Second:
+    """What a clip's second launch has to do."""
+
+    color: finish.Clip
+    sums_a_frame: int
+    """That the first launch gives, wanted or not."""
+    sigma: float
+    """Of the blur; 0: none."""
+
+
 def takes(out: torch.Tensor) -> bool:
     """Whether clips that lie there are made here."""
     return out.is_cuda
@@ -77,107 +89,112 @@ class Fuser:
     def make(self, clips: Sequence[ClipInput]) -> list[ClipInput]:
         """Makes them on the current stream, the same bits every time; gives those that must be made in another way."""
         left: list[ClipInput] = []
-        jobs: list[resize.Clip] = []
-        colored: list[tuple[resize.Clip, finish.Clip]] = []
+        jobs: list[Job] = []
+        seconds: list[tuple[Job, _Second]] = []
         room = 0
         for clip in clips:
             made = self._jobs(clip)
             if made is None:
                 left.append(clip)
                 continue
-            for job, after in made:
+            for job, second in made:
                 jobs.append(job)
-                if after is not None:
-                    colored.append((job, after))
-                    height, width = after.size
+                if second is not None:
+                    seconds.append((job, second))
+                    frames, (height, width) = second.color.frames, second.color.size
                     job.out = room
-                    job.sums = room + _aligned(after.frames * CHANNELS * height * width * job.item_bytes)
-                    room = _aligned(job.sums + 4 * after.frames * after.sums_a_frame)
-        if colored:
+                    job.sums = room + _aligned(frames * CHANNELS * height * width * job.item_bytes)
+                    room = _aligned(job.sums + 4 * frames * second.sums_a_frame)
+        if seconds:
             scratch = torch.empty(room, dtype=torch.uint8, device=clips[0].out.device)
             base = scratch.data_ptr()
-            for job, after in colored:
+            for job, second in seconds:
                 job.out += base
                 job.sums += base
-                after.rgb, after.sums = job.out, job.sums
+                second.color.rgb, second.color.sums = job.out, job.sums
         if jobs:
-            resize.make(jobs, self._dtype)
+            make_on_cuda(jobs, self._dtype)
+        colored = [second.color for _, second in seconds if not second.sigma]
         if colored:
-            finish.make([after for _, after in colored], self._dtype)
+            finish.make(colored, self._dtype)
+        blurred = [gaussian.Clip(second.color, second.sigma) for _, second in seconds if second.sigma]
+        if blurred and self._config.blur is not None:
+            gaussian.make(blurred, self._config.blur.kernel_size, self._dtype)
         return left
 
-    def _jobs(self, clip: ClipInput) -> list[tuple[resize.Clip, finish.Clip | None]] | None:
+    def _jobs(self, clip: ClipInput) -> list[tuple[Job, _Second | None]] | None:
         """What the first launch has to do, and the second: for the whole clip, or for each frame; None where others must."""
-        if clip.blend or self._config.interpolation != "bilinear" or clip.out.dtype != self._dtype:
+        if clip.out.dtype != self._dtype:
             return None
         params = clip.params
         if not params.frames:
-            job = self._job(clip, params, clip.frame_map, 0)
+            job = self._job(clip, params, clip.frame_map, clip.blend, 0)
             return None if job is None else [job]
         jobs = []
         for t, each in enumerate(params.frames):
-            job = self._job(clip, each, clip.frame_map[t : t + 1], t)
+            job = self._job(clip, each, clip.frame_map[t :: len(params.frames)], clip.blend[t : t + 1], t)
             if job is None:
                 return None
             jobs.append(job)
         return jobs
 
     def _job(
-        self, clip: ClipInput, params: TransformParams, frame_map: Sequence[int], first: int
-    ) -> tuple[resize.Clip, finish.Clip | None] | None:
-        if params.affine is not None or params.blur or not finish.serves(params.color):
+        self, clip: ClipInput, params: TransformParams, frame_map: Sequence[int], blend: Sequence[float], first: int
+    ) -> tuple[Job, _Second | None] | None:
+        if not finish.serves(params.color):
             return None
         config, planes, info, out = self._config, clip.planes, clip.info, clip.out
         check_planes(planes, info, out.device)
-        sampling = geometry(info, planes.format, params, config.size, antialias=config.antialias)
-        layout = resize.layout_of(sampling)
-        strides = out.stride()
-        if layout is None or not resize.reaches(strides, out.shape):
+        matrix, fill, ops = self._matrix(info, planes.format, params.color)
+        way = begin_on_cuda(
+            planes, info, params, out, config.size, fill, filter=config.interpolation, antialias=config.antialias, blend=blend
+        )
+        if way is None:
             return None
-        matrix, ops = self._matrix(info, planes.format, params.color)
+        begin, sums_a_frame = way
+        strides = out.stride()
         strides = strides[self._time], strides[self._channel], strides[2], strides[3]
         item = out.element_size()
         address = out.data_ptr() + first * strides[0] * item
         contrast = 0
         while contrast < len(ops) and ops[contrast].name != "contrast":
             contrast += 1
-        if contrast == len(ops):
+        sigma = params.blur if config.blur is not None else 0.0
+        if contrast == len(ops) and not sigma:
             steps = finish.pack_steps(ops, clamp=config.clamp)
-            job = resize.Clip(
-                planes, sampling, layout, matrix + self._scale, steps, config.clamp, frame_map, resize.FINISHED, item, address,
-                strides,
-            )  # fmt: skip
+            job = begin(matrix + self._scale, steps, config.clamp, frame_map, resize.FINISHED, item, address, strides)
             return job, None
         height, width = config.size
         target, bytes_a_value, scale = (resize.UNIT, 2, _UNIT_SCALE) if config.clamp else (resize.FLOAT, 4, _FLOAT_SCALE)
-        before, steps = (
-            finish.pack_steps(ops[:contrast], clamp=config.clamp),
-            finish.pack_steps(ops[contrast:], clamp=config.clamp),
-        )
-        job = resize.Clip(
-            planes, sampling, layout, matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
+        before = finish.pack_steps(ops[:contrast], clamp=config.clamp)
+        steps = finish.pack_steps(ops[contrast:], clamp=config.clamp)
+        job = begin(
+            matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
             (CHANNELS * height * width, height * width, width, 1),
         )  # fmt: skip
         after = finish.Clip(
-            0, target == resize.FLOAT, 0, layout.bands * layout.strips, steps, self._scale, len(frame_map), config.size,
-            address, strides,
+            0, target == resize.FLOAT, 0, sums_a_frame if contrast < len(ops) else 0, steps, self._scale,
+            len(blend) or len(frame_map),
+            config.size, address, strides,
         )  # fmt: skip
-        return job, after
+        return job, _Second(after, sums_a_frame, sigma)
 
     def _matrix(
         self, info: VideoInfo, form: PlaneFormat, ops: tuple[ColorOp, ...]
-    ) -> tuple[tuple[float, ...], tuple[ColorOp, ...]]:
-        """(3, 4) from sample codes to RGB, leading changes of colour included where nothing is clamped; the others."""
+    ) -> tuple[tuple[float, ...], Sequence[float], tuple[ColorOp, ...]]:
+        """(3, 4) from sample codes to RGB, and the fill, leading changes of colour included where nothing is clamped; the
+        others."""
         config = self._config
         untagged = {"untagged_matrix": config.untagged_matrix, "untagged_range": config.untagged_range}
         if not config.clamp:
             folded, ops = fold(ops)
-            return tuple((folded @ rgb_from_codes(info, form, **untagged)).ravel().tolist()), ops
+            fill = (folded @ np.array(config.fill)).tolist()
+            return tuple((folded @ rgb_from_codes(info, form, **untagged)).ravel().tolist()), fill, ops
         key = (info.color_matrix, info.color_range, min(info.width, info.height) >= 720, form.bits, form.shift)
         found = self._matrices.get(key)
         if found is None:
             found = self._matrices[key] = tuple(rgb_from_codes(info, form, **untagged).ravel().tolist())
-        return found, ops
+        return found, config.fill, ops
 
 
 def _aligned(size: int) -> int:

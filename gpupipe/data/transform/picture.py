@@ -1,15 +1,16 @@
-"""Decoded frames as RGB, sampled as a clip's parameters say: by one launch where the axes stay apart, else in two steps."""
+"""Decoded frames as RGB, sampled as a clip's parameters say: on CUDA by one launch, by the reference in torch elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpupipe.data.transform import affine, kernel, reference, resize
+from gpupipe.data.transform import affine, move, reference, resize
 from gpupipe.data.transform.color import rgb_from_codes
 from gpupipe.data.transform.finish import pack_steps
 from gpupipe.data.transform.geometry import Filter, geometry
@@ -40,12 +41,49 @@ def check_planes(planes: Planes, info: VideoInfo, device: torch.device) -> None:
 
 
 def store(rgb: torch.Tensor, scale: Scale, out: torch.Tensor) -> None:
-    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range.
-
-    By plain numbers: a tensor of them would have to be copied to the device, and the host would wait for that."""
+    """Writes RGB in [0, 1] to ``out`` as values of its dtype, uint8 rounded to nearest and held within its range."""
     for channel, (gain, bias) in enumerate(zip(*(s.tolist() for s in scale), strict=True)):
         values = rgb[:, channel] * gain + bias
         out[:, channel].copy_(values.round_().clamp_(0, 255) if out.dtype == torch.uint8 else values)
+
+
+Job = resize.Clip | move.Clip
+
+
+def begin_on_cuda(
+    planes: Planes,
+    info: VideoInfo,
+    params: TransformParams,
+    out: torch.Tensor,
+    size: Size,
+    fill: Sequence[float],
+    *,
+    filter: Filter,
+    antialias: bool,
+    blend: Sequence[float] = (),
+) -> tuple[Callable[..., Job], int] | None:
+    """The kernel that samples a clip of ``size``: by the fused resize where it has the filter and the room, else by the one for
+    any move.
+
+    Returns:
+        What makes its job out of the fields from ``color`` on, and the sums of greys that there are for a frame. None where two
+        frames are to be blended and the fused resize, which cannot, is by far the faster for each of them.
+    """
+    if params.affine is None and filter == "bilinear" and resize.reaches(out.stride(), out.shape):
+        sampling = geometry(info, planes.format, params, size, antialias=antialias)
+        layout = resize.layout_of(sampling)
+        if layout is not None and not blend:
+            return partial(resize.Clip, planes, sampling, layout), layout.bands * layout.strips
+        if layout is not None and max(sampling.rows.support, sampling.columns.support) > 1:
+            return None
+    moved = move.sampling_of(info, planes.format, params, size, filter=filter, antialias=antialias)
+    return partial(move.Clip, planes, moved, tuple(fill), blend=blend), moved.tiles
+
+
+def make_on_cuda(jobs: Sequence[Job], dtype: torch.dtype) -> None:
+    """Makes them in as few launches as there is room for, on the current stream; ``dtype``: that of finished clips."""
+    resize.make([job for job in jobs if isinstance(job, resize.Clip)], dtype)
+    move.make([job for job in jobs if isinstance(job, move.Clip)], dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,26 +115,26 @@ class Picture:
         matrix = folded @ rgb_from_codes(
             info, planes.format, untagged_matrix=self.untagged_matrix, untagged_range=self.untagged_range
         )
-        if params.affine is not None or (out.is_cuda and self.filter != "bilinear"):
-            self.two_steps(params, frame_map, out, matrix, folded @ np.array(fill), scale, clamp=clamp)
-            return
+        fill_folded = folded @ np.array(fill)
         size = (int(out.shape[2]), int(out.shape[3]))
-        sampling = geometry(info, planes.format, params, size, antialias=self.antialias, filter=self.filter)
-        color = Color(matrix, *scale, clamp)
-        fused = out.is_cuda and out.dtype != torch.float64 and resize.reaches(out.stride(), out.shape)
-        layout = resize.layout_of(sampling) if fused else None
-        if layout is not None:
+        if out.is_cuda:
+            way = begin_on_cuda(
+                planes, info, params, out, size, fill_folded.tolist(), filter=self.filter, antialias=self.antialias
+            )
+            assert way is not None, "nothing is blended here"
+            begin, _ = way
             numbers = tuple(np.concatenate([matrix.ravel(), *scale]).tolist())
-            clip = resize.Clip(
-                planes, sampling, layout, numbers, pack_steps((), clamp=clamp), clamp, frame_map, resize.FINISHED,
-                out.element_size(), out.data_ptr(), out.stride(),
-            )  # fmt: skip
-            resize.make([clip], out.dtype)
+            steps = pack_steps((), clamp=clamp)
+            job = begin(numbers, steps, clamp, frame_map, resize.FINISHED, out.element_size(), out.data_ptr(), out.stride())
+            make_on_cuda([job], out.dtype)
             return
-        run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
-        run(planes, sampling, color, frame_map, out)
+        if params.affine is not None:
+            self._two_steps(params, frame_map, out, matrix, fill_folded, scale, clamp=clamp)
+            return
+        sampling = geometry(info, planes.format, params, size, antialias=self.antialias, filter=self.filter)
+        reference.transform(planes, sampling, Color(matrix, *scale, clamp), frame_map, out)
 
-    def two_steps(
+    def _two_steps(
         self,
         params: TransformParams,
         frame_map: Sequence[int],
@@ -107,13 +145,11 @@ class Picture:
         *,
         clamp: bool,
     ) -> None:
-        """The way of clips that are turned or sheared, and on CUDA of those whose filter the kernel has not: RGB of the part of
-        the frame in reach at its own size, then one sampling of that. Arguments as for :meth:`write`."""
+        """The reference of clips that are turned or sheared: RGB of the part of the frame in reach at its own size, then one
+        sampling of that. Arguments as for :meth:`write`."""
         size: Size = (int(out.shape[2]), int(out.shape[3]))
         place = params.matrix(size)
-        box = params.bounds
-        if params.affine is not None:
-            box = affine.reach(place, size, self.info.display_size, antialias=self.antialias)
+        box = affine.reach(place, size, self.info.display_size, antialias=self.antialias)
         top, left, height, width = box
         place[:2, 2] -= left, top
         part = TransformParams((float(top), float(left), float(height), float(width)), box)
@@ -123,12 +159,8 @@ class Picture:
             chunk = frame_map[begin : begin + together]
             rgb = torch.empty((len(chunk), CHANNELS, height, width), dtype=dtype, device=out.device)
             sampling = geometry(self.info, self.planes.format, part, (height, width))
-            run: Callable[..., None] = kernel.transform if out.is_cuda else reference.transform
-            run(self.planes, sampling, Color(matrix, *UNIT, clamp=False), chunk, rgb)
-            if params.affine is None:
-                moved = affine.stretch(rgb, place, size, filter=self.filter, antialias=self.antialias)
-            else:
-                moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias)
-                for channel, value in enumerate(fill.tolist()):
-                    moved[:, channel].add_(1 - cover, alpha=value)
+            reference.transform(self.planes, sampling, Color(matrix, *UNIT, clamp=False), chunk, rgb)
+            moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias)
+            for channel, value in enumerate(fill.tolist()):
+                moved[:, channel].add_(1 - cover, alpha=value)
             store(moved.clamp_(0, 1) if clamp else moved, scale, out[begin : begin + len(chunk)])

@@ -108,14 +108,14 @@ def units(packet: bytes, length_size: int) -> Iterator[tuple[int, int]]:
         ends = [start - 3 for start in starts[1:]] + [len(packet)]
         yield from zip(starts, ends, strict=False)  # without a start code there is an end and no start
         return
-    at = 0
-    while at + length_size <= len(packet):
-        size = int.from_bytes(packet[at : at + length_size], "big")
+    at, length = 0, len(packet)
+    while at + length_size <= length:
         start = at + length_size
-        if start + size > len(packet):
-            raise ValueError("a NAL unit length points past the packet's end")
-        yield start, start + size
+        size = _LENGTH.unpack_from(packet, at)[0] if length_size == 4 else int.from_bytes(packet[at:start], "big")
         at = start + size
+        if at > length:
+            raise ValueError("a NAL unit length points past the packet's end")
+        yield start, at
 
 
 def unescape(data: bytes) -> bytes:
