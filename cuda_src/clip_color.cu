@@ -85,18 +85,24 @@ __device__ __forceinline__ unsigned int word_of(const uint4& words, int k) {
   return k == 0 ? words.x : k == 1 ? words.y : k == 2 ? words.z : words.w;
 }
 
+__device__ __forceinline__ float float_of(const Channel& channel, int k) {
+  return __uint_as_float(word_of(channel.words[k / 4], k % 4));
+}
+
 // A number of 16 bits behind the leading bit of 2^23 is a float that much greater.
-__device__ __forceinline__ float value_of(const Channel& channel, bool is_float, int k) {
-  if (is_float) return __uint_as_float(word_of(channel.words[k / 4], k % 4));
+__device__ __forceinline__ float unit_of(const Channel& channel, int k) {
   const unsigned int word = word_of(channel.words[0], k / 2);
   return (__uint_as_float(__byte_perm(word, 0x4B000000u, k % 2 ? 0x7432u : 0x7410u)) - 8388608.f) * (1.f / 65535.f);
 }
 
 __device__ __forceinline__ void unpack(const ColorJob& job, const Channel (&channels)[3], Rgb (&pixels)[kPixels]) {
-  const bool is_float = job.is_float != 0;
+  if (job.is_float) {
 #pragma unroll
-  for (int k = 0; k < kPixels; ++k)
-    pixels[k] = {value_of(channels[0], is_float, k), value_of(channels[1], is_float, k), value_of(channels[2], is_float, k)};
+    for (int k = 0; k < kPixels; ++k) pixels[k] = {float_of(channels[0], k), float_of(channels[1], k), float_of(channels[2], k)};
+    return;
+  }
+#pragma unroll
+  for (int k = 0; k < kPixels; ++k) pixels[k] = {unit_of(channels[0], k), unit_of(channels[1], k), unit_of(channels[2], k)};
 }
 
 // Only for a clip that is alone: of the greys of its pixels as they are.
@@ -119,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) color_sums(const __grid_c
 template <typename Out>
 __device__ __forceinline__ bool stores_eight(const ColorJob& job) {
   const long long strides = job.stride_time | job.stride_channel | job.stride_row | job.width;
-  return job.stride_column == 1 && strides % kPixels == 0 && job.out % min(sizeof(Out) * kPixels, sizeof(uint4)) == 0;
+  return job.stride_column == 1 && (strides & (kPixels - 1)) == 0 && job.out % min(sizeof(Out) * kPixels, sizeof(uint4)) == 0;
 }
 
 template <typename Out>

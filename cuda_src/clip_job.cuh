@@ -29,7 +29,7 @@ struct ClipJob {
   unsigned long long sums;    // (frames, bands * strips) float32: of the greys
   long long frame_samples;    // from one frame to the next
   int stride_time, stride_channel, stride_row, stride_column;  // of out, in elements, along the stored axes
-  Axis rows, columns;       // not mirrored
+  Axis rows, columns;
   float matrix[12];         // (3, 4): sample codes to RGB in [0, 1]
   float gain[3], bias[3];   // value = RGB * gain + bias
   ColorSteps steps;         // before that
@@ -53,7 +53,7 @@ struct Batch {
   int first_block[kMaxClips + 1];  // of each clip
   short source[kMaxFrames];        // frame in planes
 };
-static_assert(sizeof(ClipJob) == 376, "gpupipe/data/transform/resize.py packs this struct");
+static_assert(sizeof(ClipJob) == 360, "gpupipe/data/transform/resize.py packs this struct");
 static_assert(sizeof(Batch) <= 4096, "as large as an argument may be");
 
 // 1 where a row's outputs lie from right to left. Then a lane's two columns come the other way round, so that they can be stored as

@@ -3,19 +3,18 @@
 #pragma once
 
 struct Axis {
-  double start;    // where the box begins, in luma samples; sample k covers k to k + 1
-  double scale;    // luma samples an output
-  double support;  // half the triangle's width in luma samples
-  float chroma_step;    // chroma samples a luma sample: 1, 1/2 or 1/4
-  float chroma_offset;  // luma position of chroma sample 0
-  int low, high;        // luma samples that may be read: low ... high - 1
+  double start;           // where the box begins, in luma samples; sample k covers k to k + 1
+  double scale;           // luma samples an output
+  double support;         // half the triangle's width in luma samples
+  float chroma_step;      // chroma samples a luma sample: 1, 1/2 or 1/4
+  float chroma_offset;    // luma position of chroma sample 0
+  float inverse;          // 1 / support
+  int low, high;          // luma samples that may be read: low ... high - 1
   int outputs;
-  int mirror;  // output pixel o is index outputs - 1 - o
   int chroma_size;
-  int max_taps, max_chroma_taps;  // room in the tables of weights
   int unused;
 };
-static_assert(sizeof(Axis) == 64, "gpupipe/data/transform/resize.py packs this struct");
+static_assert(sizeof(Axis) == 56, "gpupipe/data/transform/resize.py packs this struct");
 
 // One output's samples: luma first ... first + count - 1, and chroma likewise.
 struct Taps {
@@ -36,13 +35,12 @@ __device__ __forceinline__ float triangle(const Taps& taps, int tap) {
 
 // Centres are worked out in double: at column 8000 a float knows a position only to 1/2000 of a sample.
 __device__ __forceinline__ Taps find_taps(const Axis& axis, int output) {
-  const int index = axis.mirror ? axis.outputs - 1 - output : output;
-  const double centre = axis.start + axis.scale * (index + 0.5);
+  const double centre = axis.start + axis.scale * (output + 0.5);
   Taps taps;
   taps.first = max(axis.low, static_cast<int>(floor(centre - axis.support + 0.5)));
   taps.count = min(axis.high, static_cast<int>(floor(centre + axis.support + 0.5))) - taps.first;
   taps.centre = static_cast<float>(centre - taps.first);
-  taps.inverse = static_cast<float>(1.0 / axis.support);
+  taps.inverse = axis.inverse;
   float sum = 0.f;
   for (int tap = 0; tap < taps.count; ++tap) sum += triangle(taps, tap);
   taps.norm = 1.f / sum;

@@ -166,10 +166,8 @@ class Fuser:
             return job, None
         height, width = config.size
         target, bytes_a_value, scale = (resize.UNIT, 2, _UNIT_SCALE) if config.clamp else (resize.FLOAT, 4, _FLOAT_SCALE)
-        before, steps = (
-            finish.pack_steps(ops[:contrast], clamp=config.clamp),
-            finish.pack_steps(ops[contrast:], clamp=config.clamp),
-        )
+        before = finish.pack_steps(ops[:contrast], clamp=config.clamp)
+        steps = finish.pack_steps(ops[contrast:], clamp=config.clamp)
         job = begin(
             matrix + scale, before, config.clamp, frame_map, target, bytes_a_value, 0,
             (CHANNELS * height * width, height * width, width, 1),

@@ -18,7 +18,6 @@ mirroring output indices and exchanging the axes.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -73,14 +72,6 @@ class Axis(NamedTuple):
     """Luma position of chroma sample 0."""
     filter: Filter = "bilinear"
     antialias: bool = True
-
-    def max_taps(self) -> int:
-        """The most luma samples that an output reads."""
-        return min(self.high - self.low, math.ceil(2 * self.support) + 1)
-
-    def max_chroma_taps(self) -> int:
-        """The most chroma samples of one plane that an output reads."""
-        return min(self.chroma_size, int((self.max_taps() - 1) * self.chroma_step) + 3)
 
     def band(self, begin: int, end: int, *, chroma: bool) -> tuple[int, Weights]:
         """Weights of indices begin … end - 1 as (first sample, (end - begin, samples) matrix)."""

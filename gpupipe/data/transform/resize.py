@@ -45,7 +45,7 @@ _TAPS_BYTES = 32
 _NOTES_BYTES = 112
 """What a block keeps besides weights."""
 
-_AXIS = "3d2f8i"
+_AXIS = "3d3f4i4x"
 _CLIP = struct.Struct(f"=3Qq4i{_AXIS}{_AXIS}18f{STEPS_BYTES}s20i")
 CLIP_BYTES = _CLIP.size
 _FIRST_BLOCK = struct.Struct(f"={MAX_CLIPS + 1}i")
@@ -252,10 +252,10 @@ def _pack_clip(buffer: bytearray, at: int, clip: Clip, first_frame: int, frames_
         out, column = out + (columns.outputs - 1) * column * item, -column
     _CLIP.pack_into(
         buffer, at, data.data_ptr(), out, clip.sums, frame_samples, time, channel, row, column,
-        rows.start, rows.scale, rows.support, rows.chroma_step, rows.chroma_offset, rows.low, rows.high, rows.outputs, 0,
-        rows.chroma_size, 0, 0, 0,
-        columns.start, columns.scale, columns.support, columns.chroma_step, columns.chroma_offset, columns.low, columns.high,
-        columns.outputs, 0, columns.chroma_size, 0, 0, 0,
+        rows.start, rows.scale, rows.support, rows.chroma_step, rows.chroma_offset, 1 / rows.support, rows.low, rows.high,
+        rows.outputs, rows.chroma_size,
+        columns.start, columns.scale, columns.support, columns.chroma_step, columns.chroma_offset, 1 / columns.support,
+        columns.low, columns.high, columns.outputs, columns.chroma_size,
         *clip.color, clip.steps, pitch, form.height,
         form.height if form.interleaved else form.height + form.chroma_height, form.interleaved, clip.clamp, clip.target,
         first_frame, len(clip.frame_map), frames_a_block, cut.bands, cut.strips, cut.band, max(form.bits + form.shift - 10, 0),
