@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import os
@@ -117,3 +118,19 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     from clips import write_set
 
     return write_set(tmp_path_factory.mktemp("clips"))
+
+
+@pytest.fixture(scope="session")
+def host_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
+    """The kernels that make clips, compiled for the host: once a process, for it takes seconds."""
+    from host_kernels import all_compiled
+
+    return all_compiled(tmp_path_factory.mktemp("host"))
+
+
+@pytest.fixture
+def launches(host_kernels: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Has every clip made by the kernels where these serve it, on the host; those that were launched."""
+    from host_kernels import send_to_host
+
+    return send_to_host(host_kernels, monkeypatch)

@@ -5,14 +5,12 @@ See tests/test_transform_fused_on_host.py for what that shows; what only a GPU c
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_kernels import all_compiled, send_to_host
 from plane_cases import batch_of, make_format, make_info, make_planes, reference, run, steep
 
 from gpupipe.config import TransformConfig
@@ -23,17 +21,6 @@ from gpupipe.data.transform.picture import store
 
 UNIT = 2e-5
 """Allowed error of RGB in [0, 1]: float32 sums, and 16 bits between two launches."""
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    return all_compiled(tmp_path_factory.mktemp("host"))
-
-
-@pytest.fixture
-def launches(libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has every clip made by the kernels on the host; those that were launched."""
-    return send_to_host(libraries, monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8])

@@ -6,14 +6,12 @@ cannot show (rounding by fused multiply-add, synchronisation that only a GPU bre
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_kernels import all_compiled, send_to_host
 from plane_cases import (
     assert_clip,
     batch_of,
@@ -37,17 +35,6 @@ from gpupipe.data.transform.picture import store
 
 UNIT = 2e-5
 """Allowed error of RGB in [0, 1]: float32 sums over a few hundred codes of 255 or 65535, against float64."""
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    return all_compiled(tmp_path_factory.mktemp("host"))
-
-
-@pytest.fixture
-def launches(libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has every clip made by the fused kernels where these serve it, on the host; the kernels that were launched."""
-    return send_to_host(libraries, monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(120))

@@ -5,31 +5,18 @@ See tests/test_transform_fused_on_host.py for what that shows; what only a GPU c
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_kernels import all_compiled, send_to_host
 from plane_cases import make_format, make_info, make_planes, reference
 
 from gpupipe.config import TransformConfig
 from gpupipe.data.transform import ClipInput, ClipTransform, fuse, levels
 from gpupipe.data.transform.adjust import adjust
 from gpupipe.data.transform.params import ColorOp, whole
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    return all_compiled(tmp_path_factory.mktemp("host"))
-
-
-@pytest.fixture
-def launches(libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has every clip made by the kernels on the host; those that were launched."""
-    return send_to_host(libraries, monkeypatch)
 
 
 def pictures(size: tuple[int, int]) -> list[torch.Tensor]:

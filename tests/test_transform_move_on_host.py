@@ -5,14 +5,12 @@ See tests/test_transform_fused_on_host.py for what that shows; what only a GPU c
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from host_kernels import all_compiled, send_to_host
 from plane_cases import assert_clip, batch_of, make_format, make_info, make_planes, moved_case, reference, run, steep
 
 from gpupipe.config import TransformConfig
@@ -21,17 +19,6 @@ from gpupipe.data.transform.params import ColorOp, whole
 
 UNIT = 2e-5
 """Allowed error of RGB in [0, 1]: float32 sums over a few hundred codes of 255 or 65535, against float64."""
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ctypes.CDLL]:
-    return all_compiled(tmp_path_factory.mktemp("host"))
-
-
-@pytest.fixture
-def launches(libraries: dict[str, ctypes.CDLL], monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Has every clip made by the kernels on the host; those that were launched."""
-    return send_to_host(libraries, monkeypatch)
 
 
 def expected(clip: ClipInput, config: TransformConfig) -> torch.Tensor:
