@@ -30,6 +30,7 @@ from gpupipe.data.scan.demux import whole_packets
 from gpupipe.data.scan.record import record
 from gpupipe.data.scan.scan import scan
 from gpupipe.data.stop import Stopped
+from gpupipe.device import disk
 from gpupipe.errors import OpenError
 
 FACTS: dict[str, dict[str, Any]] = {
@@ -252,19 +253,19 @@ def test_a_full_disk_leaves_no_half_file(video: Path, fresh_cache: Path, monkeyp
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store.os, "replace", full)
+    monkeypatch.setattr(disk.os, "replace", full)
     assert load_anew(video, monkeypatch)[1]
     assert not [path for path in fresh_cache.rglob("*") if path.is_file()]
 
 
 def test_the_folder_is_chosen_by_what_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUPIPE_CACHE", "/chosen")
-    assert store.cache_dir() == Path("/chosen")
+    assert disk.cache_dir() == Path("/chosen")
     monkeypatch.delenv("GPUPIPE_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert store.cache_dir() == tmp_path / "gpupipe"
-    monkeypatch.setattr(store.os, "access", lambda *_: False)
-    assert store.cache_dir().parent == Path(tempfile.gettempdir())
+    assert disk.cache_dir() == tmp_path / "gpupipe"
+    monkeypatch.setattr(disk.os, "access", lambda *_: False)
+    assert disk.cache_dir().parent == Path(tempfile.gettempdir())
 
 
 def test_users_without_a_home_or_with_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,7 +277,7 @@ def test_users_without_a_home_or_with_somebody_elses(tmp_path: Path, monkeypatch
         raise KeyError
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
-    assert store.cache_dir().parent == Path(tempfile.gettempdir())
+    assert disk.cache_dir().parent == Path(tempfile.gettempdir())
     monkeypatch.setenv("HOME", str(tmp_path / "closed"))
     real = os.stat
 
@@ -286,9 +287,9 @@ def test_users_without_a_home_or_with_somebody_elses(tmp_path: Path, monkeypatch
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr("os.stat", refused)
-    assert store.cache_dir().parent == Path(tempfile.gettempdir())
+    assert disk.cache_dir().parent == Path(tempfile.gettempdir())
     monkeypatch.setenv("GPUPIPE_CACHE", "~/mine")
-    assert store.cache_dir() == tmp_path / "closed" / "mine"
+    assert disk.cache_dir() == tmp_path / "closed" / "mine"
 
 
 def test_a_cache_that_cannot_be_written_is_told_once(

@@ -33,8 +33,8 @@ def index(config: IndexConfig) -> dict[str, Any]:
 
     from gpupipe.config import SourceConfig
     from gpupipe.data.index.fill import fill
-    from gpupipe.data.scan.store import cache_dir
     from gpupipe.data.source import collect
+    from gpupipe.device.disk import cache_dir
     from gpupipe.device.inventory import cpu_quota
     from gpupipe.errors import GpupipeError
 

@@ -285,7 +285,7 @@ def _cores() -> Check:
 
 
 def _cache() -> Check:
-    from gpupipe.data.scan.store import cache_dir
+    from gpupipe.device.disk import cache_dir
 
     folder = cache_dir()
     try:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.data.scan import store
+from gpupipe.device import disk
 from gpupipe.errors import OpenError
 from gpupipe.telemetry import log
 
@@ -112,7 +113,7 @@ def _read_or_make(identity: Identity, maker: Maker) -> VideoIndex:
     if index is None:
         record, not_stored = maker(identity)
         if not_stored:
-            _tell_once(str(store.cache_dir()), not_stored)
+            _tell_once(str(disk.cache_dir()), not_stored)
         index = VideoIndex.parse(record, identity)
         assert index is not None
     _remember(index)

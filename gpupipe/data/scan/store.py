@@ -1,15 +1,8 @@
-"""Index files: one small file a video in the cache folder, holding its record; written whole or not at all.
-
-Two processes that write the same one write to files of their own and rename: the last one wins, and every reader sees a whole
-file.
-"""
+"""Index files: one small file a video in the cache folder, holding its record; written whole or not at all."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,24 +10,13 @@ from gpupipe.data.bytes import Identity
 from gpupipe.data.scan.record import record
 from gpupipe.data.scan.scan import scan
 from gpupipe.data.stop import Stop, never
+from gpupipe.device import disk
 from gpupipe.errors import OpenError
-
-
-def cache_dir() -> Path:
-    """``GPUPIPE_CACHE``, else a folder in the user's cache folder, or in the temporary folder where that is read-only."""
-    chosen = os.environ.get("GPUPIPE_CACHE")
-    if chosen:
-        return Path(os.path.expanduser(chosen))
-    # Path.home() fails for a user without a home, Path.exists() for a home that is somebody else's: os.path does not.
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(home) and os.access(home if os.path.exists(home) else os.path.dirname(home), os.W_OK):
-        return Path(home) / "gpupipe"
-    return Path(tempfile.gettempdir()) / f"gpupipe-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
 
 
 def file_of(identity: Identity) -> Path:
     digest = hashlib.sha256(identity.path.encode("utf-8", "surrogateescape")).hexdigest()
-    return cache_dir() / "index" / digest[:2] / f"{digest[2:34]}.gpx"
+    return disk.cache_dir() / "index" / digest[:2] / f"{digest[2:34]}.gpx"
 
 
 def read(identity: Identity) -> bytes | None:
@@ -59,20 +41,4 @@ def make(identity: Identity, stop: Stop = never, begun: Callable[[], object] = l
     if Identity.of(identity.path) != identity:
         message = f"{identity.path} changed while it was indexed"
         raise OpenError(message, fix="wait until it is written", path=identity.path)
-    return made, _write(file_of(identity), made)
-
-
-def _write(target: Path, data: bytes) -> str:
-    """Stores a file; a folder that cannot be written is no error. Returns what was wrong, or nothing."""
-    part = target.with_name(f"{os.urandom(8).hex()}.part")  # known before it is there: an end may come at any moment
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("xb") as file:
-            file.write(data)
-        os.replace(part, target)
-    except OSError as error:
-        return error.strerror or str(error)
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-    return ""
+    return made, disk.write(file_of(identity), made)

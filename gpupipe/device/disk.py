@@ -1,0 +1,40 @@
+"""The cache folder, and files in it that are written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """``GPUPIPE_CACHE``, else a folder in the user's cache folder, or in the temporary folder where that is read-only."""
+    chosen = os.environ.get("GPUPIPE_CACHE")
+    if chosen:
+        return Path(os.path.expanduser(chosen))
+    # Path.home() fails for a user without a home, Path.exists() for a home that is somebody else's: os.path does not.
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(home) and os.access(home if os.path.exists(home) else os.path.dirname(home), os.W_OK):
+        return Path(home) / "gpupipe"
+    return Path(tempfile.gettempdir()) / f"gpupipe-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+def write(target: Path, data: bytes) -> str:
+    """Stores a file; a folder that cannot be written is no error. Returns what was wrong, or nothing.
+
+    Two processes that write the same file write to files of their own and rename: the last one wins, and every reader sees a
+    whole file.
+    """
+    part = target.with_name(f"{os.urandom(8).hex()}.part")  # known before it is there: an end may come at any moment
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("xb") as file:
+            file.write(data)
+        os.replace(part, target)
+    except OSError as error:
+        return error.strerror or str(error)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(part)
+    return ""
