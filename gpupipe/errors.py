@@ -76,6 +76,12 @@ class DeviceMemoryError(GpupipeError):
     code = "TT_ERR_MEMORY"
 
 
+class ShapeError(GpupipeError, ValueError):
+    """A tensor given to an op has a shape, a type or a place that does not fit; the argument is named, with what would fit."""
+
+    code = "TT_ERR_SHAPE"
+
+
 class GraphError(GpupipeError):
     """The pipeline's stages do not fit together (an output that no later stage can take)."""
 

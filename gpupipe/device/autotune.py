@@ -1,0 +1,223 @@
+"""Which way to launch a kernel: candidates, ranked by a model of the machine, the best few timed, the winner kept on disk.
+
+``GPUPIPE_AUTOTUNE`` says how much: ``full`` (the default) times what the model ranks highest, ``cached`` takes an earlier run's
+winner and else the model's first choice, ``off`` always the model's first choice. Nothing is timed on the CPU, or while a CUDA
+graph is being captured.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import statistics
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpupipe.device import disk, jit
+from gpupipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger("gpupipe")
+
+Config = Mapping[str, int]
+"""Keyword arguments of a launch: the kernel's constants, ``num_warps``, ``num_stages``."""
+
+TIMED = 6
+"""Candidates that are timed, of those that the model ranks highest."""
+_ROUNDS = 5
+_FLUSH_BYTES = 256 << 20
+"""More than any L2 holds: written between two timings, so that inputs come from memory as they do in a training step."""
+_VERSION = 1
+"""Raise it when what a stored winner means has changed."""
+
+_chosen: dict[tuple[Any, ...], Config] = {}
+_tuning = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the model needs to know of a GPU."""
+
+    name: str
+    sms: int
+    warps: int = 64
+    """Warps that an SM can hold."""
+    registers: int = 65536
+    shared_bytes: int = 227 << 10
+    bytes_per_us: float = 4.25e6
+    """Reads and writes together, as a device copy reaches; the ranking hardly depends on it."""
+    latency_us: float = 0.8
+    """From asking for a line of memory to having it, under load."""
+
+
+@functools.cache
+def machine(device: torch.device) -> Machine:
+    """The GPU of a tensor; for tensors on the CPU, where kernels run interpreted, a Hopper GPU stands in."""
+    if device.type != "cuda":
+        return Machine("interpreter", 132)
+    import torch
+
+    found = torch.cuda.get_device_properties(device)
+    return Machine(
+        found.name, found.multi_processor_count, found.max_threads_per_multi_processor // 32,
+        shared_bytes=getattr(found, "shared_memory_per_multiprocessor", 228 << 10) - 1024,
+    )  # fmt: skip
+
+
+def streaming_us(
+    gpu: Machine, *, total_bytes: float, programs: int, tile_bytes: float, warps: int, registers: int, shared_bytes: int = 0
+) -> float:
+    """Time that a kernel which streams through memory should take, in microseconds.
+
+    Bandwidth is reached when enough bytes are under way (Little's law); programs that do not fill a whole wave leave SMs idle.
+
+    Args:
+        programs: in the grid; of a persistent kernel, those that stay.
+        tile_bytes: what one program has under way at a time.
+        registers: of a thread. Beyond 255 they spill, which is ranked last.
+    """
+    resident = min(
+        gpu.warps // warps,
+        gpu.registers // (min(registers, 255) * 32 * warps),
+        gpu.shared_bytes // shared_bytes if shared_bytes else gpu.warps,
+        32,
+    )
+    if resident == 0:
+        return math.inf
+    slots = gpu.sms * resident
+    waves = programs / slots
+    idle = math.ceil(waves) / waves if waves > 1 else min(slots, gpu.sms) / min(programs, gpu.sms)
+    under_way = tile_bytes * min(resident, max(1.0, programs / gpu.sms))
+    needed = gpu.bytes_per_us * gpu.latency_us / gpu.sms
+    spill = 4.0 if registers > 255 else 1.0
+    return total_bytes / gpu.bytes_per_us * max(1.0, needed / under_way) * (1 + (idle - 1) * 0.5) * spill
+
+
+def choose(
+    op: str,
+    key: tuple[Any, ...],
+    device: torch.device,
+    candidates: Callable[[], Sequence[Config]],
+    cost: Callable[[Config], float],
+    run: Callable[[Config], object],
+) -> Config:
+    """The way to launch a kernel for inputs like these.
+
+    Args:
+        op: the kernel's name.
+        key: all that the best choice may depend on, sizes in buckets; plain numbers, strings and truth values.
+        candidates: makes the list; called when nothing is known yet.
+        cost: estimated microseconds of a candidate.
+        run: launches a candidate; what it writes is written again by the launch that follows.
+
+    Raises:
+        ConfigError: for an unknown ``GPUPIPE_AUTOTUNE``.
+    """
+    found = _chosen.get((op, key, device))
+    return found if found is not None else _choose(op, key, device, candidates, cost, run)
+
+
+def _choose(
+    op: str,
+    key: tuple[Any, ...],
+    device: torch.device,
+    candidates: Callable[[], Sequence[Config]],
+    cost: Callable[[Config], float],
+    run: Callable[[Config], object],
+) -> Config:
+    mode = os.environ.get("GPUPIPE_AUTOTUNE", "full")
+    if mode not in ("off", "cached", "full"):
+        raise ConfigError(f"GPUPIPE_AUTOTUNE is {mode!r}", fix="set it to off, cached or full")
+    ranked = sorted(candidates(), key=cost)
+    if device.type != "cuda" or mode == "off":
+        _chosen[op, key, device] = ranked[0]
+        return ranked[0]
+    import torch
+
+    with _tuning:
+        if (found := _chosen.get((op, key, device))) is not None:
+            return found
+        name = _file_name(op, key, device)
+        stored = _stored(name, ranked)
+        if stored is None and mode == "full" and len(ranked) > 1:
+            if torch.cuda.is_current_stream_capturing():
+                return ranked[0]  # not kept: a later call may time
+            stored = _fastest(op, key, ranked[:TIMED], run)
+            disk.write(disk.cache_dir() / "autotune" / name, json.dumps({"key": [op, *key], "winner": dict(stored)}).encode())
+        winner = stored if stored is not None else ranked[0]
+        _chosen[op, key, device] = winner
+        return winner
+
+
+def _file_name(op: str, key: tuple[Any, ...], device: torch.device) -> str:
+    import torch
+
+    parts = [_VERSION, op, *key, machine(device).name, torch.version.cuda, jit.triton.__version__]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32] + ".json"
+
+
+def _stored(name: str, candidates: Sequence[Config]) -> Config | None:
+    """An earlier winner, if it is still among the candidates; a damaged file is as good as none."""
+    try:
+        winner = json.loads((disk.cache_dir() / "autotune" / name).read_bytes())["winner"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return next((candidate for candidate in candidates if dict(candidate) == winner), None)
+
+
+def _fastest(op: str, key: tuple[Any, ...], candidates: Sequence[Config], run: Callable[[Config], object]) -> Config:
+    """Times each candidate with inputs out of L2; one that does not compile or fit is left out."""
+    times: list[float] = []
+    for number, candidate in enumerate(candidates):
+        _tell(f"gpupipe: tuning {op} {key}: {number + 1} of {len(candidates)}")
+        try:
+            times.append(cold_us(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]
+        except Exception as error:
+            if not _does_not_fit(error):
+                raise
+            log.debug("candidate %s of %s does not fit: %s", dict(candidate), op, error)
+            times.append(math.inf)
+    _tell("")
+    best = min(range(len(times)), key=times.__getitem__)
+    if math.isinf(times[best]):
+        return candidates[0]  # and the launch itself says what is wrong
+    log.info("tuned %s %s: %s, %.1f us", op, key, dict(candidates[best]), times[best])
+    return candidates[best]
+
+
+def _does_not_fit(error: Exception) -> bool:
+    return type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError")
+
+
+def cold_us(run: Callable[[], object], rounds: int = _ROUNDS) -> float:
+    """Median GPU time of a call in microseconds, its inputs flushed out of L2 before each."""
+    import torch
+
+    run()  # compiles
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    spans = []
+    for _ in range(rounds):
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.synchronize()
+    return 1e3 * float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
+
+
+def _tell(text: str) -> None:
+    """A line that the next one overwrites, where a person looks on."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{text[:120]}")
+        sys.stderr.flush()

@@ -1,0 +1,65 @@
+"""Triton: whether its kernels can run here, and names for kernel files that also load where it is not installed.
+
+With ``TRITON_INTERPRET=1`` in the environment before the first import, kernels run on CPU tensors, slowly, as tests want it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+reason: str | None = None
+"""Why no Triton kernel can run in this process; None when some can."""
+try:
+    import triton
+    import triton.language as tl
+    from triton import jit
+except (ImportError, RuntimeError, OSError) as error:
+    reason = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    triton = tl = None
+
+    def jit(function: Any) -> Any:
+        """Leaves a kernel as it stands: nobody will launch it."""
+        return function
+
+
+__all__ = ["interpreted", "jit", "launch", "reason", "serves", "tl", "triton"]
+
+_OLDEST = (8, 0)
+"""The compute capability from which on bf16 is native."""
+
+
+@functools.cache
+def interpreted() -> bool:
+    """True when Triton runs its kernels on the CPU."""
+    return reason is None and bool(triton.knobs.runtime.interpret)
+
+
+@functools.cache
+def _new_enough(gpu: int) -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability(gpu) >= _OLDEST
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Launches a kernel on torch's current stream: arguments by position, its constants and ``num_warps`` by name."""
+    kernel[grid](*args, enable_fp_fusion=True, **constants)
+
+
+def serves(device: torch.device) -> bool:
+    """True when Triton kernels run on tensors of this device."""
+    if device.type == "cuda":
+        return reason is None and not interpreted() and _made_for_cuda() and _new_enough(device.index or 0)
+    return device.type == "cpu" and interpreted()
+
+
+@functools.cache
+def _made_for_cuda() -> bool:
+    """False for a torch built for another maker's GPUs, which also call themselves ``cuda``."""
+    import torch
+
+    return torch.version.cuda is not None

@@ -1,0 +1,283 @@
+"""Norms and what stands around them in a transformer block: residual, gate, dropout and modulation, each in one pass.
+
+All keep float32 within, whatever the input's type; ``y`` and the new residual have the type of ``x``, also under autocast. Rows
+are the last dimension, H; there may be any number of leading ones, in any strides. On the CPU, for float64 and for rows longer
+than 16 384 they are plain torch. Gradients repeat bit for bit; second derivatives are not offered.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch.nn import functional
+
+from gpupipe.device.jit import serves
+from gpupipe.errors import ConfigError, ShapeError
+from gpupipe.ops import checks, settings
+from gpupipe.ops.layout import matrix
+from gpupipe.ops.norms import reference
+from gpupipe.ops.norms.op import norm_op
+from gpupipe.ops.norms.tiles import LARGEST
+from gpupipe.ops.settings import Precision
+
+Kind = Literal["layer", "rms"]
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    eps: float = 1e-5,
+    precision: Precision | None = None,
+) -> torch.Tensor:
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last dimension (Ba, Kiros, Hinton 2016).
+
+    Args:
+        x: (..., H), float32, bfloat16, float16 or float64.
+        weight: (H,), any floating type.
+        bias: (H,).
+        precision: see :func:`gpupipe.ops.precision`; all modes round here alike.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ShapeError: when an argument does not fit x.
+    """
+    return _norm("layer_norm", x, weight=weight, bias=bias, eps=eps, kind="layer", precision=precision)[0]
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None = None, *, eps: float = 1e-6, precision: Precision | None = None
+) -> torch.Tensor:
+    """x / sqrt(mean(x * x) + eps) * weight over the last dimension (Zhang and Sennrich 2019).
+
+    Args:
+        x: (..., H), float32, bfloat16, float16 or float64.
+        weight: (H,), any floating type.
+        precision: see :func:`gpupipe.ops.precision`; all modes round here alike.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ShapeError: when an argument does not fit x.
+    """
+    return _norm("rms_norm", x, weight=weight, eps=eps, kind="rms", precision=precision)[0]
+
+
+def add_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    kind: Kind = "layer",
+    eps: float = 1e-6,
+    precision: Precision | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + branch, and that sum: the residual that goes on.
+
+    Args:
+        x: (..., H), the residual that came in.
+        branch: the same shape, what the block made of it.
+        weight, bias: (H,).
+        kind: ``"layer"`` or ``"rms"``.
+        precision: see :func:`gpupipe.ops.precision`.
+
+    Returns:
+        The normalised sum and the sum, both like x.
+
+    Raises:
+        ShapeError: when an argument does not fit x.
+        ConfigError: for another ``kind``.
+    """
+    return _norm("add_norm", x, branch, weight=weight, bias=bias, eps=eps, kind=kind, precision=precision)
+
+
+def dropout_add_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    p: float,
+    training: bool = True,
+    kind: Kind = "layer",
+    eps: float = 1e-6,
+    precision: Precision | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of x + dropout(branch), and that sum.
+
+    Which elements are dropped comes from torch's generator of the device, so it repeats under ``torch.manual_seed`` and in a
+    recomputed checkpoint, and changes with each replay of a CUDA graph.
+
+    Args:
+        x: (..., H), the residual that came in.
+        branch: the same shape.
+        weight, bias: (H,).
+        p: the share that is dropped, 0 to 1; the rest is divided by 1 - p.
+        training: False: nothing is dropped.
+        kind: ``"layer"`` or ``"rms"``.
+        precision: see :func:`gpupipe.ops.precision`.
+
+    Returns:
+        The normalised sum and the sum, both like x.
+
+    Raises:
+        ShapeError: when an argument does not fit x.
+        ConfigError: for another ``kind``, or a ``p`` that is no share.
+    """
+    if not 0 <= p <= 1:
+        raise ConfigError(f"p is {p}", fix="p is the share to drop, from 0 to 1")
+    return _norm(
+        "dropout_add_norm", x, branch, p=p if training else 0.0, weight=weight, bias=bias, eps=eps, kind=kind,
+        precision=precision,
+    )  # fmt: skip
+
+
+def modulate_norm(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    kind: Kind = "layer",
+    eps: float = 1e-6,
+    precision: Precision | None = None,
+) -> torch.Tensor:
+    """norm(x) * (1 + scale) + shift: adaptive layer norm as diffusion transformers use it (Peebles and Xie 2023).
+
+    Args:
+        x: (..., H).
+        scale: one row for all (H,), one a sample (B, H) or (B, 1, H) for x (B, ..., H), one a token (like x), or for any other
+            number of leading dimensions of x.
+        shift: the same choice; None adds nothing.
+        weight, bias: (H,), of the norm itself; most such models have none.
+        kind: ``"layer"`` or ``"rms"``.
+        precision: see :func:`gpupipe.ops.precision`.
+
+    Returns:
+        Like x.
+
+    Raises:
+        ShapeError: when an argument does not fit x.
+        ConfigError: for another ``kind``.
+    """
+    return _norm(
+        "modulate_norm", x, scale=scale, shift=shift, weight=weight, bias=bias, eps=eps, kind=kind, precision=precision
+    )[0]  # fmt: skip
+
+
+def gate_add_modulate_norm(
+    x: torch.Tensor,
+    branch: torch.Tensor,
+    gate: torch.Tensor,
+    scale: torch.Tensor,
+    shift: torch.Tensor | None = None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    kind: Kind = "layer",
+    eps: float = 1e-6,
+    precision: Precision | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The modulated norm of x + gate * branch, and that sum: the end of one block and the start of the next.
+
+    Args:
+        x: (..., H), the residual that came in.
+        branch: the same shape.
+        gate, scale, shift: as in :func:`modulate_norm`.
+        weight, bias: (H,), of the norm itself.
+        kind: ``"layer"`` or ``"rms"``.
+        precision: see :func:`gpupipe.ops.precision`.
+
+    Returns:
+        The modulated norm and the sum, both like x.
+
+    Raises:
+        ShapeError: when an argument does not fit x.
+        ConfigError: for another ``kind``.
+    """
+    return _norm(
+        "gate_add_modulate_norm", x, branch, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias, eps=eps, kind=kind,
+        precision=precision,
+    )  # fmt: skip
+
+
+def _norm(
+    name: str,
+    x: torch.Tensor,
+    branch: torch.Tensor | None = None,
+    *,
+    gate: torch.Tensor | None = None,
+    p: float = 0.0,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
+    eps: float,
+    kind: Kind,
+    precision: Precision | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    checks.floating("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise checks.refuse("x", x, "(..., H) with at least one column")
+    if kind not in ("layer", "rms"):
+        raise ConfigError(f"kind is {kind!r}", fix="choose 'layer' or 'rms'")
+    if branch is not None:
+        checks.same_shape("branch", branch, x)
+    checks.vector("weight", weight, x.shape[-1], x)
+    checks.vector("bias", bias, x.shape[-1], x)
+    if gate is not None or scale is not None or shift is not None:
+        gate, scale, shift = _modulations(x, gate=gate, scale=scale, shift=shift)
+    conservative = settings.mode(precision) == "conservative"
+    if not settings.kernel_wanted(name) or not serves(x.device) or x.dtype == torch.float64 or x.shape[-1] > LARGEST:
+        if branch is not None and p > 0:
+            branch = functional.dropout(branch, p)
+        return reference.norm(
+            x, branch, gate, weight, bias, scale, shift, eps=eps, rms=kind == "rms", conservative=conservative
+        )  # fmt: skip
+    seed = torch.randint(2**62, (1,), device=x.device) if p > 0 else None
+    y, total, _, _ = norm_op(x, branch, gate, seed, p, weight, bias, scale, shift, eps, kind == "rms", conservative)
+    return y, total
+
+
+def _modulations(x: torch.Tensor, **values: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """Gate, scale and shift as (M, H), all with one M: each row serves as many rows of x, one after the other.
+
+    Raises:
+        ShapeError: for one that does not fit x.
+    """
+    prefixes = {name: _prefix(name, value, x) for name, value in values.items() if value is not None}
+    finest = max(prefixes.values())
+    made: list[torch.Tensor | None] = []
+    for name, value in values.items():
+        if value is None:
+            made.append(None)
+        elif prefixes[name] == finest and value.dim() == 2:
+            made.append(matrix(value))
+        else:
+            leading = x.shape[:finest]
+            value = value.reshape(*x.shape[: prefixes[name]], *[1] * (finest - prefixes[name]), x.shape[-1])
+            made.append(matrix(value.expand(*leading, x.shape[-1])))
+    return made
+
+
+def _prefix(name: str, value: torch.Tensor, x: torch.Tensor) -> int:
+    """How many of x's leading dimensions a modulation has a row for each of."""
+    checks.floating(name, value, like=x)
+    if value.dim() > 0 and value.shape[-1] == x.shape[-1]:
+        leading = list(value.shape[:-1])
+        while leading and leading[-1] == 1:
+            leading.pop()
+        if leading == list(x.shape[: len(leading)]) and value.dim() <= x.dim():
+            return len(leading)
+    raise ShapeError(
+        f"{name} is {checks.said(value)}, which does not fit x {tuple(x.shape)}",
+        fix=f"{name} must be ({x.shape[-1]},), one row for each of x's first dimensions such as "
+        f"{(*x.shape[:1], x.shape[-1])}, or {tuple(x.shape)}",
+    )

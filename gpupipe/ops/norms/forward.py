@@ -1,0 +1,243 @@
+"""The kernel of all norms, forward: one read of each input, one write of each output, the row held in registers between.
+
+A row is cut in two parts, the largest power of two that fits and what is left, so that hidden sizes such as 3072 or 1152 waste
+no lanes. Statistics take two passes over the registers, in float32: first the mean, then the squares about it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpupipe.device.autotune import Config, choose, machine
+from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.ops.layout import row_length, rows
+from gpupipe.ops.norms.tiles import forward_candidates, forward_us
+
+
+@jit
+def wide(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def row_starts(pointer, row, inner, outer_stride, inner_stride):
+    """Pointers (ROWS, 1) to where rows start; None for a tensor that is not there."""
+    if pointer is None:
+        return None
+    else:
+        return pointer + ((row // inner) * outer_stride + (row % inner) * inner_stride)[:, None]
+
+
+@jit
+def kept(seed, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr, threshold):
+    """True where dropout keeps an element: by Philox 4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush.
+
+    The element's row and column are the counter, so that the backward draws the same; four columns share one.
+    """
+    quad = FIRST // 4 + tl.arange(0, COLUMNS // 4)[None, :]
+    c0 = quad + tl.zeros((row.shape[0], 1), tl.int32)
+    c1 = (row & 0x7FFFFFFF).to(tl.int32)[:, None] + quad * 0
+    c2 = (row >> 31).to(tl.int32)[:, None] + quad * 0
+    a, b, c, d = tl.philox(seed, c0, c1, c2, c0 * 0, 7)
+    draws = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (row.shape[0], COLUMNS))
+    return draws.to(tl.uint32, bitcast=True).to(tl.int64) >= threshold
+
+
+@jit
+def add_branch(x, branch, gate, keep, keep_scale, x_type, branch_type, ROUND: tl.constexpr):
+    """x + gate * dropout(branch), in float32, rounded as the sum is stored."""
+    if keep is not None:
+        branch = tl.where(keep, branch * keep_scale, 0.0)
+        if ROUND:
+            branch = branch.to(branch_type).to(tl.float32)
+    if gate is not None:
+        branch = branch * gate
+        if ROUND:
+            branch = branch.to(x_type).to(tl.float32)
+    return (x + branch).to(x_type).to(tl.float32)
+
+
+@jit
+def modulation(weight_ptr, scale_row, columns, mask, ROUND: tl.constexpr, x_type):
+    """What the normalised value is multiplied by: weight and 1 + scale, each 1 where it is not there."""
+    weight = 1.0
+    if weight_ptr is not None:
+        weight = wide(weight_ptr + columns, mask)
+    scale = 1.0
+    if scale_row is not None:
+        scale = 1.0 + wide(scale_row + columns, mask)
+        if ROUND:
+            scale = scale.to(x_type).to(tl.float32)
+    return weight, scale
+
+
+@jit
+def _sum_part(
+    x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, live, x_type,
+    H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    columns = FIRST + tl.arange(0, PART)[None, :]
+    mask = live[:, None] & (columns < H)
+    x = wide(x_row + columns, mask)
+    if branch_row is not None:
+        gate = None
+        if gate_row is not None:
+            gate = wide(gate_row + columns, mask)
+        keep = None
+        if seed is not None:
+            keep = kept(seed, row, FIRST, PART, threshold)
+        branch_type = branch_row.dtype.element_ty
+        x = add_branch(x, wide(branch_row + columns, mask), gate, keep, keep_scale, x_type, branch_type, ROUND)
+        tl.store(sum_row + columns, x.to(x_type), mask=mask)
+    return x
+
+
+@jit
+def _store_part(
+    normal, y_row, weight_ptr, bias_ptr, scale_row, shift_row, live, y_type,
+    H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr, RMS: tl.constexpr,
+):  # fmt: skip
+    columns = FIRST + tl.arange(0, PART)[None, :]
+    mask = live[:, None] & (columns < H)
+    weight, scale = modulation(weight_ptr, scale_row, columns, mask, ROUND, y_type)
+    y = normal * weight
+    if bias_ptr is not None:
+        if ROUND and RMS:
+            y = y.to(y_type).to(tl.float32)  # torch has no bias in its RMS norm: there it is an addition of its own
+        y += wide(bias_ptr + columns, mask)
+    if scale_row is not None:
+        if ROUND:
+            y = y.to(y_type).to(tl.float32)
+        y *= scale
+    if shift_row is not None:
+        if ROUND:
+            y = y.to(y_type).to(tl.float32)
+        y += wide(shift_row + columns, mask)
+    tl.store(y_row + columns, y.to(y_type), mask=mask)
+
+
+@jit
+def norm_forward(
+    x_ptr, branch_ptr, gate_ptr, seed_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
+    count, inner, group, x_outer, x_inner, branch_outer, branch_inner, gate_stride, scale_stride, shift_stride,
+    threshold, keep_scale, eps,
+    H: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROUND: tl.constexpr, RMS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    x_row = row_starts(x_ptr, row, inner, x_outer, x_inner)
+    branch_row = row_starts(branch_ptr, row, inner, branch_outer, branch_inner)
+    gate_row = row_starts(gate_ptr, row, group, gate_stride, 0)
+    scale_row = row_starts(scale_ptr, row, group, scale_stride, 0)
+    shift_row = row_starts(shift_ptr, row, group, shift_stride, 0)
+    sum_row = row_starts(sum_ptr, row, 1, H, 0)
+    y_row = row_starts(y_ptr, row, 1, H, 0)
+    x_type = x_ptr.dtype.element_ty
+    seed = None
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr)
+
+    a = _sum_part(
+        x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, live, x_type, H, 0, FIRST, ROUND
+    )  # fmt: skip
+    total = tl.sum(a, 1)
+    b = a
+    if SECOND > 0:
+        b = _sum_part(
+            x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, live, x_type, H, FIRST, SECOND, ROUND
+        )  # fmt: skip
+        total += tl.sum(b, 1)
+
+    if RMS:
+        squares = tl.sum(a * a, 1)
+        if SECOND > 0:
+            squares += tl.sum(b * b, 1)
+    else:
+        mean = total / H
+        a = tl.where(tl.arange(0, FIRST)[None, :] < H, a - mean[:, None], 0.0)
+        squares = tl.sum(a * a, 1)
+        if SECOND > 0:
+            b = tl.where(FIRST + tl.arange(0, SECOND)[None, :] < H, b - mean[:, None], 0.0)
+            squares += tl.sum(b * b, 1)
+        tl.store(mean_ptr + row, mean, mask=live)
+    rstd = tl.rsqrt(squares / H + eps)
+    tl.store(rstd_ptr + row, rstd, mask=live)
+
+    _store_part(
+        a * rstd[:, None], y_row, weight_ptr, bias_ptr, scale_row, shift_row, live, x_type, H, 0, FIRST, ROUND, RMS
+    )  # fmt: skip
+    if SECOND > 0:
+        _store_part(
+            b * rstd[:, None], y_row, weight_ptr, bias_ptr, scale_row, shift_row, live, x_type, H, FIRST, SECOND, ROUND, RMS
+        )  # fmt: skip
+
+
+def launch_forward(
+    x: torch.Tensor,
+    branch: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    shift: torch.Tensor | None,
+    eps: float,
+    rms: bool,
+    conservative: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The normalised rows, the sum (empty without ``branch``), mean (empty for RMS) and 1 / deviation of each row."""
+    size = x.shape[-1]
+    count = x.numel() // size
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = y.new_empty(x.shape if branch is not None else (0,))
+    mean = torch.empty(0 if rms else count, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(count, dtype=torch.float32, device=x.device)
+    if count == 0:
+        return y, total, mean, rstd
+    x, x_outer, x_inner = rows(x)
+    branch_outer = branch_inner = 0
+    if branch is not None:
+        branch, branch_outer, branch_inner = rows(branch)
+    group = count // per_group.shape[0] if (per_group := _first(scale, shift, gate)) is not None else 1
+    threshold, keep_scale = dropping(p)
+
+    def run(config: Config) -> None:
+        launch(
+            norm_forward, (triton.cdiv(count, config["ROWS"]),),
+            x, branch, gate, seed, weight, bias, scale, shift, y, None if branch is None else total, mean, rstd,
+            count, row_length(x), group, x_outer, x_inner, branch_outer, branch_inner,
+            stride(gate), stride(scale), stride(shift), threshold, keep_scale, eps,
+            H=size, ROUND=conservative, RMS=rms, **config,
+        )  # fmt: skip
+
+    passes = 2 if branch is None else 4
+    key = (str(x.dtype), size, bucket(count), passes, seed is not None, scale is not None, rms)
+    run(
+        choose(
+            "norm_forward", key, x.device,
+            lambda: forward_candidates(size),
+            lambda config: forward_us(machine(x.device), config, count, size, x.element_size(), passes),
+            run,
+        )
+    )  # fmt: skip
+    return y, total, mean, rstd
+
+
+def dropping(p: float) -> tuple[int, float]:
+    """Draws (32 bits) below the first are dropped; what is kept is multiplied by the second. ``p`` = 1 drops all."""
+    return round(p * 2**32), 0.0 if p == 1 else 1 / (1 - p)
+
+
+def stride(matrix: torch.Tensor | None) -> int:
+    """Of its rows, in elements; 0 where there is one row, or none."""
+    return 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0)
+
+
+def bucket(count: int) -> int:
+    """Row counts that are tuned together: powers of two."""
+    return (count - 1).bit_length()
+
+
+def _first(*values: torch.Tensor | None) -> torch.Tensor | None:
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,84 @@
+"""How rows are cut and shared out: the parts of a row, the tiles that may serve, and what each should cost."""
+
+from __future__ import annotations
+
+from gpupipe.device.autotune import Config, Machine, streaming_us
+
+LARGEST = 16384
+"""Elements in a row; longer ones do not fit in the registers of a program."""
+_SMALLEST = 4
+"""Dropout draws for four columns at a time."""
+
+
+def parts(size: int) -> tuple[int, int]:
+    """The two powers of two (the second may be 0) that a row of ``size`` is cut into: no lane waits at usual hidden sizes."""
+    first = max(_SMALLEST, 1 << (size.bit_length() - 1))
+    rest = size - first
+    if rest <= 0:
+        return first, 0
+    second = max(_SMALLEST, 1 << (rest - 1).bit_length())
+    return (2 * first, 0) if second >= first else (first, second)
+
+
+def forward_candidates(size: int) -> list[dict[str, int]]:
+    """Rows a program and warps. Each row in as many tiles as keeps 4 to 64 elements in a thread."""
+    first, second = parts(size)
+    found = []
+    for tile_rows in (1, 2, 4, 8, 16, 32):
+        for warps in (1, 2, 4, 8, 16):
+            per_thread = tile_rows * (first + second) / (warps * 32)
+            if 4 <= per_thread <= 64 or (tile_rows == 1 and warps == 1):
+                found.append({"ROWS": tile_rows, "FIRST": first, "SECOND": second, "num_warps": warps, "num_stages": 1})
+    return found
+
+
+def forward_us(gpu: Machine, config: Config, count: int, size: int, item_bytes: int, passes: int) -> float:
+    """Estimated time of the forward kernel: ``passes`` reads and writes of the whole input."""
+    tile_rows, warps = config["ROWS"], config["num_warps"]
+    per_thread = tile_rows * (config["FIRST"] + config["SECOND"]) / (warps * 32)
+    reads = (passes + 1) // 2
+    return streaming_us(
+        gpu,
+        total_bytes=count * size * item_bytes * passes,
+        programs=-(-count // tile_rows),
+        tile_bytes=tile_rows * size * item_bytes * reads,
+        warps=warps,
+        registers=int(28 + per_thread * (1.5 + reads)),
+    )
+
+
+def backward_candidates(gpu: Machine, size: int, group: int, groups: int) -> list[dict[str, int]]:
+    """Rows a step, programs a group, warps, and how many steps are loaded ahead."""
+    first, second = parts(size)
+    found = []
+    for tile_rows in (1, 2, 4, 8, 16):
+        for warps in (1, 2, 4, 8, 16):
+            per_thread = tile_rows * (first + second) / (warps * 32)
+            if not (4 <= per_thread <= 32 or (tile_rows == 1 and warps == 16)):
+                continue
+            for per_sm in (1, 2, 4, 8):
+                if warps * per_sm > gpu.warps:
+                    continue
+                programs = max(1, min(-(-group // tile_rows), gpu.sms * per_sm // groups))
+                config = {"ROWS": tile_rows, "FIRST": first, "SECOND": second, "PROGRAMS": programs, "num_warps": warps}
+                found += [{**config, "num_stages": stages} for stages in (1, 2)]
+    return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
+
+
+def backward_us(
+    gpu: Machine, config: Config, count: int, groups: int, size: int, item_bytes: int, passes: int, sums: int
+) -> float:
+    """Estimated time of the backward kernel: ``passes`` over the input, and the partial sums written and read."""
+    tile_rows, warps, programs = config["ROWS"], config["num_warps"], config["PROGRAMS"]
+    per_thread = tile_rows * (config["FIRST"] + config["SECOND"]) / (warps * 32)
+    reads = (passes + 1) // 2
+    ahead = config["num_stages"]
+    return streaming_us(
+        gpu,
+        total_bytes=count * size * item_bytes * passes + 2 * 4 * sums * programs * groups * size,
+        programs=programs * groups,
+        tile_bytes=tile_rows * size * item_bytes * reads * ahead,
+        warps=warps,
+        registers=int(40 + per_thread * (sums + 2 + reads)),
+        shared_bytes=int(tile_rows * size * item_bytes * reads * (ahead - 1)),
+    )
