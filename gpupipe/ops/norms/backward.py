@@ -297,9 +297,8 @@ def launch_backward(
     )  # fmt: skip
     dweight, dbias = like(weight, need_weight), like(bias, need_bias)
     if count == 0:
-        return _given(
-            dx, dbranch, dgate, *(value if value is None else value.zero_() for value in (dweight, dbias)), dscale, dshift
-        )
+        given = (dbranch, dgate, dweight, dbias, dscale, dshift)
+        return _given(dx, *(value if value is None else value.zero_() for value in given))
     sums = {
         "DYN": dweight is not None or (dscale is not None and not each),
         "DY": dbias is not None or (not each and (dshift is not None or (dscale is not None and bias is not None))),
