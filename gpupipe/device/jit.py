@@ -6,10 +6,9 @@ With ``TRITON_INTERPRET=1`` in the environment before the first import, kernels 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 reason: str | None = None
 """Why no Triton kernel can run in this process; None when some can."""
@@ -32,17 +31,12 @@ _OLDEST = (8, 0)
 """The compute capability from which on bf16 is native."""
 
 
-@functools.cache
+_INTERPRETED = reason is None and bool(triton.knobs.runtime.interpret)
+
+
 def interpreted() -> bool:
     """True when Triton runs its kernels on the CPU."""
-    return reason is None and bool(triton.knobs.runtime.interpret)
-
-
-@functools.cache
-def _new_enough(gpu: int) -> bool:
-    import torch
-
-    return torch.cuda.get_device_capability(gpu) >= _OLDEST
+    return _INTERPRETED
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
@@ -50,16 +44,15 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     kernel[grid](*args, enable_fp_fusion=True, **constants)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def serves(device: torch.device) -> bool:
     """True when Triton kernels run on tensors of this device."""
     if device.type == "cuda":
-        return reason is None and not interpreted() and _made_for_cuda() and _new_enough(device.index or 0)
-    return device.type == "cpu" and interpreted()
+        return reason is None and not _INTERPRETED and _capable(device.index or 0)
+    return device.type == "cpu" and _INTERPRETED
 
 
 @functools.cache
-def _made_for_cuda() -> bool:
-    """False for a torch built for another maker's GPUs, which also call themselves ``cuda``."""
-    import torch
-
-    return torch.version.cuda is not None
+def _capable(gpu: int) -> bool:
+    """False too for a torch built for another maker's GPUs, which also call themselves ``cuda``."""
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(gpu) >= _OLDEST

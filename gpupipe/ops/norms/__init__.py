@@ -94,6 +94,7 @@ def add_norm(
         ShapeError: when an argument does not fit x.
         ConfigError: for another ``kind``.
     """
+    checks.same_shape("branch", branch, x)
     return _norm("add_norm", x, branch, weight=weight, bias=bias, eps=eps, kind=kind, precision=precision)
 
 
@@ -132,6 +133,7 @@ def dropout_add_norm(
     """
     if not 0 <= p <= 1:
         raise ConfigError(f"p is {p}", fix="p is the share to drop, from 0 to 1")
+    checks.same_shape("branch", branch, x)
     return _norm(
         "dropout_add_norm", x, branch, p=p if training else 0.0, weight=weight, bias=bias, eps=eps, kind=kind,
         precision=precision,
@@ -202,6 +204,7 @@ def gate_add_modulate_norm(
         ShapeError: when an argument does not fit x.
         ConfigError: for another ``kind``.
     """
+    checks.same_shape("branch", branch, x)
     return _norm(
         "gate_add_modulate_norm", x, branch, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias, eps=eps, kind=kind,
         precision=precision,
@@ -228,8 +231,6 @@ def _norm(
         raise checks.refuse("x", x, "(..., H) with at least one column")
     if kind not in ("layer", "rms"):
         raise ConfigError(f"kind is {kind!r}", fix="choose 'layer' or 'rms'")
-    if branch is not None:
-        checks.same_shape("branch", branch, x)
     checks.vector("weight", weight, x.shape[-1], x)
     checks.vector("bias", bias, x.shape[-1], x)
     if gate is not None or scale is not None or shift is not None:
