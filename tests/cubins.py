@@ -1,34 +1,45 @@
 """Triton kernels compiled for GPUs that are not here: what a launch would compile, and what the compiler made of it.
 
-Run as a program, without ``TRITON_INTERPRET``: reads launches from a module of tests and writes a report as JSON lines.
+``python cubins.py MODULE ...``, without ``TRITON_INTERPRET``, compiles what the ``launches()`` of each module lists, and prints a
+line of JSON for each kernel and GPU generation.
 """
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
+CAPABILITIES = (80, 90, 100)
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
     torch.bool: "i1", torch.uint8: "u8",
 }  # fmt: skip
 
+Launch = tuple[str, Any, dict[str, Any], dict[str, int]]
+"""A name for people, the kernel, its arguments and constants by name, and options such as ``num_warps``."""
+
 
 @dataclass(frozen=True)
 class Report:
-    """Of one kernel: registers of a thread, bytes of local memory it spills to, bytes of shared memory, and its PTX."""
+    """Of one kernel: registers of a thread, bytes of local memory it spills to, bytes of shared memory, wide loads, loads."""
 
     registers: int
     spilled: int
     shared: int
-    ptx: str
+    wide_loads: int
+    loads: int
 
 
 def compiled(kernel: Any, args: dict[str, Any], capability: int, **options: int) -> Report:
@@ -37,11 +48,11 @@ def compiled(kernel: Any, args: dict[str, Any], capability: int, **options: int)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = {name for name, param in zip(kernel.arg_names, kernel.params, strict=True) if param.is_constexpr}
+    constants = {param.name for param in kernel.params if param.is_constexpr}
     signature, fixed, attributes = {}, {}, {}
     for place, name in enumerate(kernel.arg_names):
         value = args[name]
-        if name in constants or value is None or (isinstance(value, int) and not isinstance(value, bool) and value == 1):
+        if name in constants or value is None or (type(value) is int and value == 1):
             signature[name], fixed[(place,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
             signature[name] = f"*{TYPES[value.dtype]}"
@@ -59,10 +70,45 @@ def compiled(kernel: Any, args: dict[str, Any], capability: int, **options: int)
         file.write(made.asm["cubin"])
         file.flush()
         shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, local = re.search(r"REG:(\d+).*?LOCAL:(\d+)", shown).groups()  # type: ignore[union-attr]
-    stack = re.search(r"STACK:(\d+)", shown).group(1)  # type: ignore[union-attr]
-    return Report(int(registers), int(local) + int(stack), made.metadata.shared, made.asm["ptx"])
+    used = {name: int(re.search(rf"{name}:(\d+)", shown).group(1)) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[union-attr]
+    ptx = made.asm["ptx"]
+    wide = len(re.findall(r"ld\.global\S*\.v4|cp\.async\.\S+ \[[^\]]+\], \[[^\]]+\], (?:0x10|16)", ptx))
+    loads = len(re.findall(r"ld\.global|cp\.async\.c[ag]", ptx))
+    return Report(used["REG"], used["STACK"] + used["LOCAL"], made.metadata.shared, wide, loads)
+
+
+@contextmanager
+def recording(*rooms: str) -> Iterator[Callable[[str], list[Launch]]]:
+    """Within the block, the ``launch`` of these modules only notes what would be launched: call ops' launchers on meta tensors.
+
+    Yields:
+        A function that gives what was noted since it was last called, under a name.
+    """
+    noted: list[tuple[Any, dict[str, Any], dict[str, int]]] = []
+
+    def note(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+        names = [name for name in kernel.arg_names if name not in constants]
+        noted.append((kernel, dict(zip(names, args, strict=True)) | constants, options))
+
+    def taken(name: str) -> list[Launch]:
+        found = [(f"{name}: {kernel.__name__}", kernel, args, options) for kernel, args, options in noted]
+        noted.clear()
+        return found
+
+    with ExitStack() as stack:
+        for room in rooms:
+            stack.enter_context(mock.patch(f"{room}.launch", note))
+        yield taken
+
+
+def main(modules: list[str]) -> None:
+    for module in modules:
+        for name, kernel, args, options in importlib.import_module(module).launches():
+            for capability in CAPABILITIES:
+                report = compiled(kernel, args, capability, **options)
+                print(json.dumps({"name": name, "capability": capability, **asdict(report)}), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit("import me")
+    main(sys.argv[1:])

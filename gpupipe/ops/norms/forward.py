@@ -212,12 +212,13 @@ def launch_forward(
         )  # fmt: skip
 
     passes = 2 if branch is None else 4
-    key = (str(x.dtype), size, bucket(count), passes, seed is not None, scale is not None, rms)
+    modulations = sum(value is not None for value in (gate, scale, shift))
+    key = (str(x.dtype), size, bucket(count), passes, modulations, seed is not None, rms)
     run(
         choose(
             "norm_forward", key, x.device,
             lambda: forward_candidates(size),
-            lambda config: forward_us(machine(x.device), config, count, size, x.element_size(), passes),
+            lambda config: forward_us(machine(x.device), config, count, size, x.element_size(), passes, modulations),
             run,
         )
     )  # fmt: skip

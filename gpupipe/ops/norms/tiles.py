@@ -32,8 +32,8 @@ def forward_candidates(size: int) -> list[dict[str, int]]:
     return found
 
 
-def forward_us(gpu: Machine, config: Config, count: int, size: int, item_bytes: int, passes: int) -> float:
-    """Estimated time of the forward kernel: ``passes`` reads and writes of the whole input."""
+def forward_us(gpu: Machine, config: Config, count: int, size: int, item_bytes: int, passes: int, modulations: int) -> float:
+    """Estimated time of the forward kernel: ``passes`` reads and writes of the whole input, and the modulations of each row."""
     tile_rows, warps = config["ROWS"], config["num_warps"]
     per_thread = tile_rows * (config["FIRST"] + config["SECOND"]) / (warps * 32)
     reads = (passes + 1) // 2
@@ -43,7 +43,7 @@ def forward_us(gpu: Machine, config: Config, count: int, size: int, item_bytes: 
         programs=-(-count // tile_rows),
         tile_bytes=tile_rows * size * item_bytes * reads,
         warps=warps,
-        registers=int(28 + per_thread * (1.5 + reads)),
+        registers=int(28 + per_thread * (1.5 + reads + modulations)),
     )
 
 
