@@ -1,7 +1,7 @@
 """Triton kernels compiled for GPUs that are not here: what a launch would compile, and what the compiler made of it.
 
-``python cubins.py MODULE ...``, without ``TRITON_INTERPRET``, compiles what the ``launches()`` of each module lists, and prints a
-line of JSON for each kernel and GPU generation.
+``python cubins.py MODULE ...``, without ``TRITON_INTERPRET``, compiles what the ``launches()`` of each module lists, and prints
+a line of JSON for each kernel and GPU generation.
 """
 
 from __future__ import annotations
