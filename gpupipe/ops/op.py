@@ -53,13 +53,17 @@ class Op:
         register_fake(f"gpupipe::{name}", fake, lib=_library)
         self.library_op = getattr(torch.ops.gpupipe, name).default
         self._function: Any = None
-        if backward is not None:
+        if backward is not None and setup is not None:
             register_autograd(f"gpupipe::{name}", backward, setup_context=setup, lib=_library)
-            parts: dict[str, Any] = {
-                "forward": body,
-                "setup_context": setup,
-                "backward": torch.autograd.function.once_differentiable(backward),
-            }
+
+            def forward(
+                ctx: Any, *args: Any
+            ) -> Any:  # with a setup_context of its own, apply() binds a signature at every call
+                made = body(*args)
+                setup(ctx, args, made)
+                return made
+
+            parts = {"forward": forward, "backward": torch.autograd.function.once_differentiable(backward)}
             self._function = type(name, (torch.autograd.Function,), {key: staticmethod(part) for key, part in parts.items()})
 
     def __call__(self, *args: Any) -> Any:

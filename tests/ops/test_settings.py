@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,3 +139,9 @@ def test_who_is_watched() -> None:
     seen: list[bool] = []
     torch.func.vmap(lambda y: (seen.append(watched(y)), y)[1])(torch.randn(3, 2))
     assert seen == [True]
+
+
+def test_every_op_is_in_the_reference() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "api" / "ops.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"autofunction:: gpupipe\.ops\.(\w+)", page))
+    assert listed == set(ops.__all__) - {"NAMES"}
