@@ -10,7 +10,7 @@ Forward (``-fwd``) and backward (``-bwd``) are timed apart.
 ``gpu_time_us`` is device time of a call, from a CUDA graph that goes through as many sets of inputs as the L2 cache cannot
 hold; ``call_time_us`` is the time of a call in a row of calls without a graph, launches included. ``saved_mb`` is what a
 forward call leaves allocated for its backward, beyond its inputs and outputs. ``limit`` is the bytes that must move over the
-rate of a device copy in the same run. ``compile-nomix`` is the compiler without mixed-order reductions.
+rate of a device copy in the same run; ``bare`` the vendor library's product or convolution alone. ``compile-nomix`` is the compiler without mixed-order reductions.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 from common import RESULTS, Row, failed, summarise, write_results
-from op_cases import OpCase, all_cases, tiny_cases
+from op_case import OpCase
+from op_cases import all_cases, tiny_cases
 from op_timing import Timing, copies_for, copy_bytes_a_us
 
-SUBJECTS = ("gpupipe", "eager", "compile", "compile-nomix")
 NEAR = 0.02
 """Mean difference from eager, as a share of eager's mean size, up to which results count as the same: bf16 has 1/256."""
 
@@ -37,6 +37,9 @@ def subject_of(case: OpCase, name: str) -> Callable[..., Any]:
         return case.gpupipe
     if name == "eager":
         return case.eager
+    if name == "bare":
+        assert case.bare is not None
+        return case.bare
     if name.startswith("compile"):
         torch._dynamo.reset()
         options: dict[str, Any] = {"triton.mix_order_reduction": name == "compile"}
@@ -51,12 +54,11 @@ def rows_of(case: OpCase, subjects: list[str] | None, device: torch.device, runs
     metrics = ["gpu_time_us", "call_time_us"] if device.type == "cuda" else ["call_time_us"]
     expected = [value.float() for value in Timing(case.eager, inputs, 1).results()]
     rows: list[Row] = []
-    for name in subjects or [*SUBJECTS, *case.peers]:
-        if name not in (*SUBJECTS, *case.peers):
-            continue
+    own = ["gpupipe", "eager", *(["bare"] if case.bare else []), *case.compiled, *case.peers]
+    for name in own if subjects is None else [name for name in own if name in subjects]:
         try:
             timing = Timing(subject_of(case, name), inputs, sets)
-            if case.repeatable:
+            if case.repeatable and name != "bare":
                 compare(timing.results(), expected)
             for side, make in (("fwd", timing.forward), ("bwd", timing.backward)):
                 for metric in metrics:
