@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpupipe.ops.activation import bias_act_dropout_add
+    from gpupipe.ops.cast import scale_cast
     from gpupipe.ops.norms import (
         add_norm,
         dropout_add_norm,
@@ -17,10 +19,21 @@ if TYPE_CHECKING:
         modulate_norm,
         rms_norm,
     )
+    from gpupipe.ops.patch import patch_embed3d, unpatch_embed3d
     from gpupipe.ops.settings import precision, use
+    from gpupipe.ops.timestep import timestep_embedding
 
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
-_HOMES = {**dict.fromkeys(_NORMS, "norms"), "precision": "settings", "use": "settings"}
+_HOMES = {
+    **dict.fromkeys(_NORMS, "norms"),
+    "bias_act_dropout_add": "activation",
+    "patch_embed3d": "patch",
+    "unpatch_embed3d": "patch",
+    "scale_cast": "cast",
+    "timestep_embedding": "timestep",
+    "precision": "settings",
+    "use": "settings",
+}
 
 NAMES = frozenset(_HOMES) - {"precision", "use"}
 """All ops."""
@@ -28,12 +41,17 @@ NAMES = frozenset(_HOMES) - {"precision", "use"}
 __all__ = [
     "NAMES",
     "add_norm",
+    "bias_act_dropout_add",
     "dropout_add_norm",
     "gate_add_modulate_norm",
     "layer_norm",
     "modulate_norm",
+    "patch_embed3d",
     "precision",
     "rms_norm",
+    "scale_cast",
+    "timestep_embedding",
+    "unpatch_embed3d",
     "use",
 ]
 
