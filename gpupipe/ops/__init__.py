@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpupipe.ops.activation import bias_act_dropout_add
     from gpupipe.ops.cast import scale_cast
+    from gpupipe.ops.linear import linear_act, mlp, norm_linear, qkv_linear
     from gpupipe.ops.norms import (
         add_norm,
         dropout_add_norm,
@@ -27,6 +28,7 @@ _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm"
 _HOMES = {
     **dict.fromkeys(_NORMS, "norms"),
     "bias_act_dropout_add": "activation",
+    **dict.fromkeys(("linear_act", "mlp", "norm_linear", "qkv_linear"), "linear"),
     "patch_embed3d": "patch",
     "unpatch_embed3d": "patch",
     "scale_cast": "cast",
@@ -45,9 +47,13 @@ __all__ = [
     "dropout_add_norm",
     "gate_add_modulate_norm",
     "layer_norm",
+    "linear_act",
+    "mlp",
     "modulate_norm",
+    "norm_linear",
     "patch_embed3d",
     "precision",
+    "qkv_linear",
     "rms_norm",
     "scale_cast",
     "timestep_embedding",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exact import hold
-from torch.nn import functional
+from linear_cases import ACTS, arguments, eager_act
 
 from gpupipe import ops
 from gpupipe.device import jit
@@ -20,37 +20,6 @@ from gpupipe.ops.activation.tiles import backward_candidates, forward_candidates
 
 pytestmark = pytest.mark.skipif(not jit.interpreted(), reason="kernels run on the CPU only under Triton's interpreter")
 
-GATED = {"geglu": "gelu", "geglu_tanh": "gelu_tanh", "swiglu": "silu"}
-ACTS = ("none", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu")
-
-
-def arguments(shape: tuple[int, ...], act: str, gate: tuple[int, ...] | None = None, seed: int = 0) -> dict[str, Any]:
-    made = torch.Generator().manual_seed(seed)
-    wide = shape[-1] * (2 if act in GATED else 1)
-    given = {"x": (*shape[:-1], wide), "bias": (wide,), "residual": shape, "gate": gate}
-    return {name: torch.randn(size, generator=made).double() for name, size in given.items() if size is not None}
-
-
-def eager(
-    x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, act: str, gate: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The chain of torch's own ops."""
-    y = x + bias
-    if act in GATED:
-        y, other = y.chunk(2, -1)
-    else:
-        other = y
-    curve = {
-        "none": lambda t: t,
-        "gelu": functional.gelu,
-        "gelu_tanh": lambda t: functional.gelu(t, approximate="tanh"),
-        "silu": functional.silu,
-    }[GATED.get(act, act)]
-    y = y * curve(other) if act in GATED else curve(y)
-    if gate is not None:
-        y = y * gate.view(*gate.shape[:-1], *[1] * (y.dim() - gate.dim()), gate.shape[-1])
-    return residual + y
-
 
 def check(
     shape: tuple[int, ...], act: str, gate: tuple[int, ...] | None, dtype: torch.dtype, precision: str | None = None
@@ -58,7 +27,7 @@ def check(
     given = arguments(shape, act, gate)
     hold(
         lambda **kw: bias_act_dropout_add(**kw, act=act, precision=precision),
-        lambda **kw: eager(**kw, act=act),
+        lambda **kw: eager_act(**kw, act=act),
         given, [(torch.arange(given["residual"].numel()) % 9 / 4 - 1).double().view(shape)], dtype,
     )  # fmt: skip
 
@@ -102,7 +71,7 @@ def test_every_tile_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_conservative_rounds_where_torch_does() -> None:
     given = {name: value.half() for name, value in arguments((2, 9, 64), "swiglu", (2, 64)).items()}
-    exact = eager(**given, act="swiglu")
+    exact = eager_act(**given, act="swiglu")
     assert (bias_act_dropout_add(**given, act="swiglu", precision="conservative") != exact).float().mean() < 0.01
     with ops.use("reference"):
         assert torch.equal(bias_act_dropout_add(**given, act="swiglu", precision="conservative"), exact)
@@ -198,7 +167,7 @@ def test_torch_accepts_the_ops() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled_equals_eager(dynamic: bool) -> None:
+def test_compiled_equals_eager_act(dynamic: bool) -> None:
     def step(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return bias_act_dropout_add(x * 1, bias, residual, gate=gate, act="gelu_tanh")
 

@@ -76,9 +76,9 @@ class TestScaleCast:
         x, factor = torch.randn(4, 6, requires_grad=True), torch.tensor(3.0, requires_grad=True)
         torch.library.opcheck(scale_cast_op.library_op, (x, factor, 1.0, torch.bfloat16, False))
         torch.library.opcheck(scale_cast_op.library_op, (x, None, 2.0, torch.float16, False))
-        compiled_equals_eager(
-            lambda v, w: unpatch_embed3d(patch_embed3d(v, w), (2, 2, 2), (1, 2, 4)), video, weight, dynamic=False
-        )
+        for dynamic in (False, True):
+            inputs = torch.randn(4, 6), torch.tensor(2.5)
+            compiled_equals_eager(lambda x, f: scale_cast(x, f, torch.float16), *inputs, dynamic=dynamic)
 
     def test_errors_name_the_argument(self) -> None:
         x = torch.randn(4)
@@ -189,10 +189,9 @@ class TestPatches:
         video, weight = torch.randn(2, 3, 4, 4, 4), torch.randn(8, 3, 2, 2, 2)
         with torch.autocast("cpu", torch.bfloat16):
             assert patch_embed3d(video, weight).dtype == torch.bfloat16
-        for dynamic in (False, True):
-            compiled_equals_eager(
-                lambda v, w: unpatch_embed3d(patch_embed3d(v, w), (2, 2, 2), (1, 2, 4)), video, weight, dynamic=dynamic
-            )
+        compiled_equals_eager(
+            lambda v, w: unpatch_embed3d(patch_embed3d(v, w), (2, 2, 2), (1, 2, 4)), video, weight, dynamic=False
+        )
 
     def test_errors_name_the_argument(self) -> None:
         video, weight = torch.randn(1, 3, 4, 4, 4), torch.randn(8, 3, 2, 2, 2)
