@@ -21,12 +21,13 @@ from gpupipe.ops.linear.norm_op import norm_linear_backward_op, norm_linear_op
 pytestmark = pytest.mark.skipif(not interpreted(), reason="kernels run on the CPU only under Triton's interpreter")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SETTINGS: list[dict[str, Any]] = [{}, {"recompute": True}, {"precision": "conservative"}]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["none", "gelu", "gelu_tanh", "silu", "geglu", "swiglu"])
 def test_linear_act_as_exact_as_torch(act: Any, dtype: torch.dtype) -> None:
-    for settings in ({}, {"recompute": True}, {"precision": "conservative"}):
+    for settings in SETTINGS if dtype == torch.bfloat16 else SETTINGS[:1]:
         hold(
             lambda settings=settings, **kw: ops.linear_act(**kw, act=act, **settings),
             lambda **kw: linear_act(**kw, act=act), act_case(act), [upstream(3, 5, F)], dtype,
@@ -40,11 +41,13 @@ def test_linear_act_as_exact_as_torch(act: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "silu", "geglu_tanh"])
 def test_mlp_as_exact_as_torch(act: Any, dtype: torch.dtype) -> None:
-    for settings in ({}, {"recompute": True}, {"precision": "conservative"}):
+    for settings in SETTINGS if dtype == torch.bfloat16 else SETTINGS[:1]:
         hold(
             lambda settings=settings, **kw: ops.mlp(**kw, act=act, **settings),
             lambda **kw: mlp(**kw, act=act), mlp_case(act), [upstream(3, 5, N)], dtype,
         )  # fmt: skip
+    if dtype != torch.float32:
+        return
     for left_out in ({"gate": True}, {"residual": True}, {"gate": True, "residual": True, "bias2": True}):
         hold(
             lambda **kw: ops.mlp(**kw, act=act), lambda **kw: mlp(**kw, act=act), mlp_case(act, **left_out),
@@ -241,8 +244,7 @@ def test_the_library_ops_keep_their_contract() -> None:
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("dynamic", "autocast"), [(False, False), (True, True)])
 def test_compiles_whole_and_gives_the_same(dynamic: bool, autocast: bool) -> None:
     weights = [value.float() for value in values({"w": (3 * N, K), "o": (K, N), "a": (F, K), "b": (K, F)}).values()]
 

@@ -179,6 +179,7 @@ def launch_act_backward(
     dgate = None
     if want_gate and each and gate is not None:
         dgate = torch.empty(gate.shape, dtype=gate.dtype, device=dy.device)
+    bias = None if bias is None else bias.contiguous()
     steps = [rows(dy)]
     if x is not None:
         steps.append(rows(x))

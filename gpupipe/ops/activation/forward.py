@@ -137,6 +137,7 @@ def launch_act(
     y = torch.empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype, device=x.device)
     if count == 0:
         return y
+    bias = None if bias is None else bias.contiguous()
     steps = [rows(x)]
     if residual is not None:
         steps.append(rows(residual))

@@ -75,6 +75,7 @@ def backward_us(
     ``held``: other values that a thread needs at a time for an element.
     """
     elements = config["ROWS"] * config["COLS"]
+    each = elements / (config["num_warps"] * 32)
     programs = config["PROGRAMS"] * groups * -(-columns // config["COLS"])
     tile_bytes = elements * row_bytes // columns * reads // (reads + writes)
     uneven = -(-programs // gpu.sms) * gpu.sms / programs  # the last program of the busiest SM ends late
@@ -84,7 +85,7 @@ def backward_us(
         programs=programs,
         tile_bytes=tile_bytes * config["num_stages"],
         warps=config["num_warps"],
-        registers=int(26 + elements / (config["num_warps"] * 32) * (1.5 + reads + sums + held)),
+        registers=int(26 + each * (1.5 + reads + sums + held * config["num_stages"])),
         shared_bytes=tile_bytes * (config["num_stages"] - 1),
     )  # fmt: skip
 
@@ -96,4 +97,4 @@ def _unfit(config: Config, columns: int) -> float:
     elements = config["ROWS"] * config["COLS"]
     each = elements / (config["num_warps"] * 32)
     odd = 0.002 * (config["COLS"] < 256) + 0.01 * (config["num_stages"] - 1)
-    return 1 + 0.5 * waste + 0.001 * each + 40 / elements + odd
+    return 1 + 0.5 * waste + 0.004 * each + 40 / elements + odd

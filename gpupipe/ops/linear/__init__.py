@@ -183,6 +183,7 @@ def norm_linear(
     _layer(x, weight, bias, "x")
     checks.vector("norm_weight", norm_weight, x.shape[-1], x)
     checks.vector("norm_bias", norm_bias, x.shape[-1], x)
+    norm_weight, norm_bias = (None if value is None else value.contiguous() for value in (norm_weight, norm_bias))
     if scale is not None or shift is not None:
         scale, shift = modulations(x, scale=scale, shift=shift)
     gate = modulations(_shaped(x, weight.shape[0]), factor=factor)[0] if isinstance(factor, torch.Tensor) else None
