@@ -9,6 +9,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpupipe.ops.activation import bias_act_dropout_add
+    from gpupipe.ops.cast import scale_cast
+    from gpupipe.ops.linear import linear_act, mlp, norm_linear, qkv_linear
     from gpupipe.ops.norms import (
         add_norm,
         dropout_add_norm,
@@ -17,10 +20,22 @@ if TYPE_CHECKING:
         modulate_norm,
         rms_norm,
     )
+    from gpupipe.ops.patch import patch_embed3d, unpatch_embed3d
     from gpupipe.ops.settings import precision, use
+    from gpupipe.ops.timestep import timestep_embedding
 
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
-_HOMES = {**dict.fromkeys(_NORMS, "norms"), "precision": "settings", "use": "settings"}
+_HOMES = {
+    **dict.fromkeys(_NORMS, "norms"),
+    "bias_act_dropout_add": "activation",
+    **dict.fromkeys(("linear_act", "mlp", "norm_linear", "qkv_linear"), "linear"),
+    "patch_embed3d": "patch",
+    "unpatch_embed3d": "patch",
+    "scale_cast": "cast",
+    "timestep_embedding": "timestep",
+    "precision": "settings",
+    "use": "settings",
+}
 
 NAMES = frozenset(_HOMES) - {"precision", "use"}
 """All ops."""
@@ -28,12 +43,21 @@ NAMES = frozenset(_HOMES) - {"precision", "use"}
 __all__ = [
     "NAMES",
     "add_norm",
+    "bias_act_dropout_add",
     "dropout_add_norm",
     "gate_add_modulate_norm",
     "layer_norm",
+    "linear_act",
+    "mlp",
     "modulate_norm",
+    "norm_linear",
+    "patch_embed3d",
     "precision",
+    "qkv_linear",
     "rms_norm",
+    "scale_cast",
+    "timestep_embedding",
+    "unpatch_embed3d",
     "use",
 ]
 

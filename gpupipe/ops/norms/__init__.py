@@ -13,9 +13,9 @@ import torch
 from torch.nn import functional
 
 from gpupipe.device.jit import serves
-from gpupipe.errors import ConfigError, ShapeError
+from gpupipe.errors import ConfigError
 from gpupipe.ops import checks, settings
-from gpupipe.ops.layout import matrix
+from gpupipe.ops.modulation import modulations
 from gpupipe.ops.norms import reference
 from gpupipe.ops.norms.op import norm_op
 from gpupipe.ops.norms.tiles import LARGEST
@@ -234,7 +234,7 @@ def _norm(
     checks.vector("weight", weight, x.shape[-1], x)
     checks.vector("bias", bias, x.shape[-1], x)
     if gate is not None or scale is not None or shift is not None:
-        gate, scale, shift = _modulations(x, gate=gate, scale=scale, shift=shift)
+        gate, scale, shift = modulations(x, gate=gate, scale=scale, shift=shift)
     conservative = settings.mode(precision) == "conservative"
     if not settings.kernel_wanted(name) or not serves(x.device) or x.dtype == torch.float64 or x.shape[-1] > LARGEST:
         if branch is not None and p > 0:
@@ -245,40 +245,3 @@ def _norm(
     seed = torch.randint(2**62, (1,), device=x.device) if p > 0 else None
     y, total, _, _ = norm_op(x, branch, gate, seed, p, weight, bias, scale, shift, eps, kind == "rms", conservative)
     return y, total
-
-
-def _modulations(x: torch.Tensor, **values: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """Gate, scale and shift as (M, H), all with one M: each row serves as many rows of x, one after the other.
-
-    Raises:
-        ShapeError: for one that does not fit x.
-    """
-    prefixes = {name: _prefix(name, value, x) for name, value in values.items() if value is not None}
-    finest = max(prefixes.values())
-    made: list[torch.Tensor | None] = []
-    for name, value in values.items():
-        if value is None:
-            made.append(None)
-        elif prefixes[name] == finest and value.dim() == 2:
-            made.append(matrix(value))
-        else:
-            leading = x.shape[:finest]
-            value = value.reshape(*x.shape[: prefixes[name]], *[1] * (finest - prefixes[name]), x.shape[-1])
-            made.append(matrix(value.expand(*leading, x.shape[-1])))
-    return made
-
-
-def _prefix(name: str, value: torch.Tensor, x: torch.Tensor) -> int:
-    """How many of x's leading dimensions a modulation has a row for each of."""
-    checks.floating(name, value, like=x)
-    if value.dim() > 0 and value.shape[-1] == x.shape[-1]:
-        leading = list(value.shape[:-1])
-        while leading and leading[-1] == 1:
-            leading.pop()
-        if leading == list(x.shape[: len(leading)]) and value.dim() <= x.dim():
-            return len(leading)
-    raise ShapeError(
-        f"{name} is {checks.said(value)}, which does not fit x {tuple(x.shape)}",
-        fix=f"{name} must be ({x.shape[-1]},), one row for each of x's first dimensions such as "
-        f"{(*x.shape[:1], x.shape[-1])}, or {tuple(x.shape)}",
-    )

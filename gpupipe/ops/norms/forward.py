@@ -29,12 +29,12 @@ def row_starts(pointer, row, inner, outer_stride, inner_stride):
 
 
 @jit
-def kept(seed, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr, threshold):
+def kept(seed, row, first, COLUMNS: tl.constexpr, threshold):
     """True where dropout keeps an element: by Philox 4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush.
 
     The element's row and column are the counter, so that the backward draws the same; four columns share one.
     """
-    quad = FIRST // 4 + tl.arange(0, COLUMNS // 4)[None, :]
+    quad = first // 4 + tl.arange(0, COLUMNS // 4)[None, :]
     c0 = quad + tl.zeros((row.shape[0], 1), tl.int32)
     c1 = (row & 0x7FFFFFFF).to(tl.int32)[:, None] + quad * 0
     c2 = (row >> 31).to(tl.int32)[:, None] + quad * 0

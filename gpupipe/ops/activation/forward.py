@@ -1,0 +1,168 @@
+"""One pass over a matrix: bias, activation, dropout, gate and residual, each if it is there.
+
+An activation with a gate of its own (GLU) takes the value from the first half of a row's columns and the gate from the second.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpupipe.device.autotune import Config, choose, machine
+from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.ops.activation.tiles import forward_candidates, forward_us
+from gpupipe.ops.layout import row_length, rows
+from gpupipe.ops.norms.forward import bucket, dropping, kept, stride, wide
+
+ACTIVATIONS = {
+    "none": (0, False),
+    "gelu": (1, False),
+    "gelu_tanh": (2, False),
+    "silu": (3, False),
+    "geglu": (1, True),
+    "geglu_tanh": (2, True),
+    "swiglu": (3, True),
+}
+"""By name: the curve as kernels know it, and whether a second half of the columns goes through it to multiply the first."""
+
+
+@jit
+def _sigmoid(x):
+    """sigmoid(x), and its slope without the loss of digits that share * (1 - share) has."""
+    e = tl.exp(-tl.abs(x))
+    near = 1.0 / (1.0 + e)
+    return tl.where(x >= 0, near, e * near), e * near * near
+
+
+@jit
+def curve(x, ACT: tl.constexpr):
+    """The activation and its slope."""
+    if ACT == 0:
+        return x, 1.0
+    elif ACT == 1:
+        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+        return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif ACT == 2:  # 1 + tanh(u) = 2 sigmoid(2u); Hendrycks and Gimpel 2016
+        square = x * x
+        share, both = _sigmoid(x * (1.5957691216057308 + 0.07135481627159936 * square))
+        return x * share, share + x * (1.5957691216057308 + 0.21406444881479807 * square) * both
+    else:
+        share, both = _sigmoid(x)
+        return x * share, share + x * both
+
+
+@jit
+def starts(pointer, row, inner, outer_stride, inner_stride):
+    """Pointers (ROWS, 1) to where rows start; ``inner`` is None where one stride leads through all rows."""
+    if pointer is None:
+        return None
+    elif inner is None:
+        return pointer + (row.to(tl.int64) * inner_stride)[:, None]
+    else:
+        return pointer + ((row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride)[:, None]
+
+
+@jit
+def pre_activation(x_row, bias_ptr, columns, mask, ROUND: tl.constexpr):
+    """x + bias of some columns, in float32."""
+    x = wide(x_row + columns, mask)
+    if bias_ptr is not None:
+        x += wide(bias_ptr + columns, mask)
+        if ROUND:
+            x = x.to(x_row.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@jit
+def act_forward(
+    x_ptr, bias_ptr, gate_ptr, residual_ptr, seed_ptr, y_ptr,
+    count, inner, group, x_outer, x_inner, residual_outer, residual_inner, gate_stride, threshold, keep_scale,
+    C: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ACT: tl.constexpr, GLU: tl.constexpr, ROUND: tl.constexpr,
+):  # fmt: skip
+    """Program p makes a tile of ``ROWS`` by ``COLS`` of the ``count`` by ``C`` results, neighbours along the columns first."""
+    across: tl.constexpr = (C + COLS - 1) // COLS
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    live = row < count
+    first = (tl.program_id(0) % across) * COLS
+    columns = first + tl.arange(0, COLS)[None, :]
+    mask = live[:, None] & (columns < C)
+    x_type = x_ptr.dtype.element_ty
+    x_row = starts(x_ptr, row, inner, x_outer, x_inner)
+    x = pre_activation(x_row, bias_ptr, columns, mask, ROUND)
+    if GLU:
+        other = pre_activation(x_row, bias_ptr, C + columns, mask, ROUND)
+        factor, _ = curve(other, ACT)
+        if ROUND:
+            factor = factor.to(x_type).to(tl.float32)
+        y = x * factor
+    else:
+        y, _ = curve(x, ACT)
+    if ROUND:
+        y = y.to(x_type).to(tl.float32)
+    if seed_ptr is not None:
+        y = tl.where(kept(tl.load(seed_ptr), row, first, COLS, threshold), y * keep_scale, 0.0)
+        if ROUND:
+            y = y.to(x_type).to(tl.float32)
+    if gate_ptr is not None:
+        gate_row = gate_ptr
+        if group is not None:
+            gate_row = gate_ptr + ((row // group).to(tl.int64) * gate_stride)[:, None]
+        y = y * wide(gate_row + columns, mask)
+        if ROUND and gate_ptr.dtype.element_ty == x_type:
+            y = y.to(x_type).to(tl.float32)
+    if residual_ptr is not None:
+        y += wide(starts(residual_ptr, row, inner, residual_outer, residual_inner) + columns, mask)
+    tl.store(y_ptr + (row.to(tl.int64) * C)[:, None] + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def inner_rows(*steps: tuple[torch.Tensor, int, int]) -> int | None:
+    """How many rows lie one inner stride apart; None when in each tensor the outer stride only goes on with the inner one."""
+    length = row_length(steps[0][0])
+    return None if all(outer == inner * length or x.shape[:-2].numel() == 1 for x, outer, inner in steps) else length
+
+
+def launch_act(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    act: str,
+    conservative: bool,
+) -> torch.Tensor:
+    """residual + gate * dropout(act(x + bias)), of the residual's type, else of that of x; gate is (M, C)."""
+    code, glu = ACTIVATIONS[act]
+    size = x.shape[-1] // 2 if glu else x.shape[-1]
+    count = x.numel() // x.shape[-1]
+    y = torch.empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype, device=x.device)
+    if count == 0:
+        return y
+    bias = None if bias is None else bias.contiguous()
+    steps = [rows(x)]
+    if residual is not None:
+        steps.append(rows(residual))
+    inner = inner_rows(*steps)
+    x, x_outer, x_inner = steps[0]
+    residual, residual_outer, residual_inner = (None, 0, 0) if residual is None else steps[1]
+    threshold, keep_scale = dropping(p)
+    group = None if gate is None or gate.shape[0] == 1 else count // gate.shape[0]
+
+    def run(config: Config) -> None:
+        launch(
+            act_forward, (triton.cdiv(count, config["ROWS"]) * triton.cdiv(size, config["COLS"]),),
+            x, bias, gate, residual, seed, y, count, inner, group, x_outer, x_inner, residual_outer, residual_inner,
+            stride(gate), threshold, keep_scale, C=size, ACT=code, GLU=glu, ROUND=conservative, **config,
+        )  # fmt: skip
+
+    reads = 1 + glu + (residual is not None) + (gate is not None and gate.shape[0] == count)
+    item = x.element_size()
+    row_bytes = size * (item * (1 + glu) + y.element_size() * (1 + (residual is not None)))
+    key = (str(x.dtype), str(y.dtype), size, bucket(count), act, reads, seed is not None, gate is not None, inner is None)
+    config = choose(
+        "act_forward", key, x.device,
+        lambda: forward_candidates(size),
+        lambda config: forward_us(machine(x.device), config, count, size, row_bytes, reads),
+        run,
+    )  # fmt: skip
+    run(config)
+    return y

@@ -1,0 +1,119 @@
+"""A linear layer with its activation, dropout and residual as one op, and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpupipe.ops.activation.forward import ACTIVATIONS, launch_act
+from gpupipe.ops.linear.products import back_through_act, back_through_product, pre_and_act, product, weight_gradient
+from gpupipe.ops.op import Op
+
+
+def _body(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    act: str,
+    keep: bool,
+    conservative: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result and, if it is to be kept, the pre-activation."""
+    if residual is None and seed is None:
+        pre, y = pre_and_act(x, weight, bias, act, keep, conservative)
+    else:
+        pre = product(x, weight, bias)
+        y = launch_act(pre, None, None, residual, seed, p, act, conservative)
+    return y, pre if pre is not None and keep and act != "none" else x.new_empty(0)
+
+
+def _fake(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    act: str,
+    keep: bool,
+    conservative: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = weight.shape[0]
+    size = wide // 2 if ACTIVATIONS[act][1] else wide
+    y = x.new_empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype)
+    return y, x.new_empty((*x.shape[:-1], wide) if keep and act != "none" else (0,))
+
+
+def _backward_body(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pre: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    act: str,
+    conservative: bool,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    if act != "none" and pre is None:
+        pre = product(x, weight, bias)
+    dpre, dbias, _ = back_through_act(
+        dy, pre, bias if needs[2] else None, act, conservative, seed=seed, p=p, x_type=x.dtype
+    )  # fmt: skip
+    dx = back_through_product(dpre, weight) if needs[0] else None
+    return _given(dy, dx, weight_gradient(dpre, x) if needs[1] else None, dbias)
+
+
+def _backward_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    pre: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    p: float,
+    act: str,
+    conservative: bool,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    made = (
+        value.new_empty(value.shape) if need and value is not None else None
+        for need, value in zip(needs, (x, weight, bias), strict=True)
+    )
+    return _given(dy, *made)
+
+
+def _given(like: torch.Tensor, *made: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Empty tensors stand for gradients that nobody asked for."""
+    return tuple(like.new_empty(0) if value is None else value for value in made)  # type: ignore[return-value]
+
+
+linear_act_backward_op = Op("linear_act_backward", _backward_body, _backward_fake)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weight, bias, _, seed, p, act, keep, conservative = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(x, weight, bias, output[1] if keep and act != "none" else None, seed)
+    ctx.rest = p, act, conservative
+
+
+def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 9
+    x, weight, bias, pre, seed = ctx.saved_tensors
+    needs = ctx.needs_input_grad
+    given: tuple[torch.Tensor | None, ...] = (None, None, None)
+    if any(needs[:3]):
+        given = linear_act_backward_op(dy, x, weight, bias, pre, seed, *ctx.rest, list(needs[:3]))
+    given = tuple(value if need else None for value, need in zip(given, needs[:3], strict=True))
+    return (*given, dy if needs[3] else None, None, None, None, None, None)
+
+
+linear_act_op = Op("linear_act", _body, _fake, _setup, _backward)

@@ -1,0 +1,157 @@
+"""Two linear layers with an activation between them, gate and residual behind them, as one op, and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpupipe.ops.activation.backward import launch_act_backward
+from gpupipe.ops.activation.forward import launch_act
+from gpupipe.ops.linear.products import back_through_act, back_through_product, pre_and_act, product, weight_gradient
+from gpupipe.ops.op import Op
+
+Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _body(
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor | None,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    act: str,
+    keep: bool,
+    keep_branch: bool,
+    conservative: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, the pre-activation and what the gate multiplies, the last two only if they are to be kept."""
+    pre, hidden = pre_and_act(x, weight1, bias1, act, keep, conservative)
+    branch = product(hidden, weight2, bias2)
+    y = branch
+    if gate is not None or residual is not None:
+        y = launch_act(branch, None, gate, residual, None, 0.0, "none", conservative)
+    none = (x.new_empty(0), x.new_empty(0))
+    return y, none[0] if pre is None or not keep else pre, branch if keep_branch and gate is not None else none[1]
+
+
+def _fake(
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor | None,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    act: str,
+    keep: bool,
+    keep_branch: bool,
+    conservative: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    shape = (*x.shape[:-1], weight2.shape[0])
+    return (
+        x.new_empty(shape, dtype=x.dtype if residual is None else residual.dtype),
+        x.new_empty((*x.shape[:-1], weight1.shape[0]) if keep else (0,)),
+        x.new_empty(shape if keep_branch and gate is not None else (0,)),
+    )
+
+
+def _backward_body(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor | None,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    pre: torch.Tensor | None,
+    branch: torch.Tensor | None,
+    act: str,
+    conservative: bool,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, weight1, bias1, weight2, bias2 and gate."""
+    need_x, need_weight1, need_bias1, need_weight2, need_bias2, need_gate = needs
+    dbranch = dy
+    dx, dweight1, dbias1, dweight2, dbias2, dgate, dpre = (None,) * 7
+    through_gate = gate is not None or dy.dtype != x.dtype
+    if through_gate or (need_bias2 and bias2 is not None):
+        made, dbias2, dgate, _ = launch_act_backward(
+            dy, branch, None, gate, None, 0.0, "none", x.dtype, conservative,
+            want_x=through_gate, like_bias=bias2 if need_bias2 else None, want_gate=need_gate,
+        )  # fmt: skip
+        dbranch = dy if made is None else made
+    inner = need_x or need_weight1 or need_bias1
+    if inner or need_weight2:
+        if pre is None:
+            pre = product(x, weight1, bias1)
+        if inner:
+            dpre, dbias1, hidden = back_through_act(
+                back_through_product(dbranch, weight2), pre, bias1 if need_bias1 else None, act, conservative,
+                x_type=x.dtype, want_act=need_weight2,
+            )  # fmt: skip
+        else:
+            hidden = launch_act(pre, None, None, None, None, 0.0, act, conservative)
+        if need_weight2 and hidden is not None:
+            dweight2 = weight_gradient(dbranch, hidden)
+        del hidden
+    if dpre is not None:
+        dx = back_through_product(dpre, weight1) if need_x else None
+        dweight1 = weight_gradient(dpre, x) if need_weight1 else None
+    return _given(dy, dx, dweight1, dbias1, dweight2, dbias2, dgate)
+
+
+def _given(like: torch.Tensor, *made: torch.Tensor | None) -> Gradients:
+    """Empty tensors stand for gradients that nobody asked for."""
+    return tuple(like.new_empty(0) if value is None else value for value in made)  # type: ignore[return-value]
+
+
+def _backward_fake(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor | None,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor | None,
+    gate: torch.Tensor | None,
+    pre: torch.Tensor | None,
+    branch: torch.Tensor | None,
+    act: str,
+    conservative: bool,
+    needs: list[bool],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    given = (x, weight1, bias1, weight2, bias2, gate)
+    made = (
+        value.new_empty(value.shape) if need and value is not None else None for need, value in zip(needs, given, strict=True)
+    )
+    return _given(dy, *made)
+
+
+mlp_backward_op = Op("mlp_backward", _backward_body, _backward_fake)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    x, weight1, bias1, weight2, bias2, gate, _, act, keep, keep_branch, conservative = inputs
+    _, pre, branch = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(pre, branch)
+    ctx.save_for_backward(
+        x, weight1, bias1, weight2, bias2, gate, pre if keep else None, branch if keep_branch and gate is not None else None
+    )
+    ctx.rest = act, conservative
+
+
+def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
+    if dy is None:
+        return (None,) * 11
+    needs = ctx.needs_input_grad
+    given: tuple[torch.Tensor | None, ...] = (None,) * 6
+    if any(needs[:6]):
+        given = mlp_backward_op(dy, *ctx.saved_tensors, *ctx.rest, list(needs[:6]))
+    given = tuple(value if need else None for value, need in zip(given, needs[:6], strict=True))
+    return (*given, dy if needs[6] else None, None, None, None, None)
+
+
+mlp_op = Op("mlp", _body, _fake, _setup, _backward)

@@ -1,0 +1,71 @@
+"""The two halves that every linear op with an activation is made of, each in one place: forward, (pre-activation, activation),
+and backward, (gradient of the pre-activation, gradient of the bias). Products are the vendor's.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from gpupipe.ops.activation.backward import launch_act_backward
+from gpupipe.ops.activation.forward import launch_act
+from gpupipe.ops.layout import matrix
+
+
+def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x (..., K) times weight (N, K) transposed, plus bias (N,): (..., N), contiguous."""
+    return functional.linear(matrix(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
+
+
+def pre_and_act(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, act: str, keep: bool, conservative: bool
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """The product, and the activation of it.
+
+    Where the pre-activation is not to be kept, cuBLASLt's epilogue applies the tanh form of GELU to sums in float32, before
+    they are rounded; conservative mode does not allow that.
+    """
+    if act == "gelu_tanh" and x.is_cuda and not keep and not conservative:
+        shift = weight.new_zeros(weight.shape[0]) if bias is None else bias
+        made = torch._addmm_activation(shift, matrix(x), weight.t(), use_gelu=True)
+        return None, made.view(*x.shape[:-1], weight.shape[0])
+    pre = product(x, weight, bias)
+    if act == "none":
+        return None, pre
+    return pre if keep else None, launch_act(pre, None, None, None, None, 0.0, act, conservative)
+
+
+def back_through_act(
+    dy: torch.Tensor,
+    pre: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    act: str,
+    conservative: bool,
+    *,
+    seed: torch.Tensor | None = None,
+    p: float = 0.0,
+    x_type: torch.dtype,
+    want_act: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """The gradient of the pre-activation, that of the bias (if one is given: its shape and type), and the activation anew.
+
+    ``pre`` is None without an activation: then the gradient that came is the one that goes on, unless dropout stood between.
+    """
+    unchanged = act == "none" and seed is None and dy.dtype == x_type
+    if unchanged and bias is None:
+        return dy, None, None
+    dpre, dbias, _, activated = launch_act_backward(
+        dy, None if pre is None else pre.view(*dy.shape[:-1], pre.shape[-1]), None, None, seed, p, act, x_type, conservative,
+        want_x=not unchanged, like_bias=bias, want_act=want_act,
+    )  # fmt: skip
+    return dy if dpre is None else dpre, dbias, activated
+
+
+def back_through_product(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """The gradient of a product's x."""
+    return (matrix(dy) @ weight).view(*dy.shape[:-1], weight.shape[1])
+
+
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The gradient of a product's weight."""
+    return matrix(dy).t() @ matrix(x)
