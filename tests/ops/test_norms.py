@@ -125,6 +125,16 @@ def test_strides_do_not_matter(kind: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
+def test_strides_of_weights_do_not_matter() -> None:
+    x, both = torch.randn(4, 24), torch.randn(24, 2)
+    answers = []
+    for weight, bias in (both.unbind(1), both.t().contiguous().unbind(0)):
+        leaves = [x.clone().requires_grad_(), weight.detach().requires_grad_(), bias.detach().requires_grad_()]
+        y = ops.layer_norm(*leaves)
+        answers.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+
+
 def test_large_means_do_not_spoil_the_deviation() -> None:
     x = torch.randn(8, 64, dtype=torch.float64) + 300
     found = ops.layer_norm(x.to(torch.float16))

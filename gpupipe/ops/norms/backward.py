@@ -307,6 +307,7 @@ def launch_backward(
     kinds = sum(sums.values())
     groups = 1 if each else groups
     group = count // groups
+    weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
     dy, dy_outer, dy_inner = rows(dy)
     total, sum_outer, sum_inner = rows(total)
     dsum_outer = dsum_inner = branch_outer = branch_inner = 0

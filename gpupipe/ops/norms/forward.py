@@ -195,6 +195,7 @@ def launch_forward(
     rstd = torch.empty(count, dtype=torch.float32, device=x.device)
     if count == 0:
         return y, total, mean, rstd
+    weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
     x, x_outer, x_inner = rows(x)
     branch_outer = branch_inner = 0
     if branch is not None:
