@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpupipe.ops.group_norm import group_norm_act
     from gpupipe.ops.norms import (
         add_norm,
         dropout_add_norm,
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gpupipe.ops.settings import precision, use
 
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
-_HOMES = {**dict.fromkeys(_NORMS, "norms"), "precision": "settings", "use": "settings"}
+_HOMES = {"group_norm_act": "group_norm", **dict.fromkeys(_NORMS, "norms"), "precision": "settings", "use": "settings"}
 
 NAMES = frozenset(_HOMES) - {"precision", "use"}
 """All ops."""
@@ -30,6 +31,7 @@ __all__ = [
     "add_norm",
     "dropout_add_norm",
     "gate_add_modulate_norm",
+    "group_norm_act",
     "layer_norm",
     "modulate_norm",
     "precision",
