@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from gpupipe.device.jit import serves
 from gpupipe.errors import ConfigError
@@ -86,7 +85,7 @@ def reference(
         unused = sum(value.sum() for value in (weight, bias) if value is not None)
         return activations.apply(x + 0 * unused, act).to(x.dtype)
     factor, offset = (None if value is None else value.to(wide) for value in (weight, bias))
-    y = functional.group_norm(x.to(wide), groups, factor, offset, eps)
+    y = torch.group_norm(x.to(wide), groups, factor, offset, eps)
     if conservative:
         y = y.to(x.dtype).to(wide)
     y = activations.apply(y, act).to(x.dtype)
