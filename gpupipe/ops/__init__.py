@@ -19,9 +19,17 @@ if TYPE_CHECKING:
         rms_norm,
     )
     from gpupipe.ops.settings import precision, use
+    from gpupipe.ops.softmax import scaled_softmax, softmax_dropout
 
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
-_HOMES = {"group_norm_act": "group_norm", **dict.fromkeys(_NORMS, "norms"), "precision": "settings", "use": "settings"}
+_HOMES = {
+    **dict.fromkeys(_NORMS, "norms"),
+    "group_norm_act": "group_norm",
+    "scaled_softmax": "softmax",
+    "softmax_dropout": "softmax",
+    "precision": "settings",
+    "use": "settings",
+}
 
 NAMES = frozenset(_HOMES) - {"precision", "use"}
 """All ops."""
@@ -36,6 +44,8 @@ __all__ = [
     "modulate_norm",
     "precision",
     "rms_norm",
+    "scaled_softmax",
+    "softmax_dropout",
     "use",
 ]
 
