@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpupipe.ops.conv3d import conv3d_act
     from gpupipe.ops.group_norm import group_norm_act
     from gpupipe.ops.norms import (
         add_norm,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
 _HOMES = {
     **dict.fromkeys(_NORMS, "norms"),
+    "conv3d_act": "conv3d",
     "group_norm_act": "group_norm",
     "scaled_softmax": "softmax",
     "softmax_dropout": "softmax",
@@ -37,6 +39,7 @@ NAMES = frozenset(_HOMES) - {"precision", "use"}
 __all__ = [
     "NAMES",
     "add_norm",
+    "conv3d_act",
     "dropout_add_norm",
     "gate_add_modulate_norm",
     "group_norm_act",
