@@ -188,6 +188,15 @@ def test_repeats_bit_for_bit_and_some_gradients(last: bool) -> None:
     assert torch.equal(torch.autograd.grad(y, bias, torch.ones_like(y) * torch.arange(8))[0], found[0][3])
 
 
+def test_a_strided_bias() -> None:
+    c, bias = torch.randn(1, 4, 2, 3, 5, requires_grad=True), torch.randn(8)[::2]
+    y = finish_op(c, bias, None, "silu", False, False)
+    right = functional.silu(c + bias.view(-1, 1, 1, 1))
+    torch.testing.assert_close(y, right)
+    for got, want in zip(*(torch.autograd.grad(made.sum(), c) for made in (y, right)), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 def test_what_is_not_finite_stays_where_it_is() -> None:
     c = torch.randn(1, 4, 2, 3, 5)
     c[0, 1, 1, 2, 3], c[0, 2, 0, 0, 0] = torch.nan, torch.inf

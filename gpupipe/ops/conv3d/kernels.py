@@ -124,6 +124,7 @@ def finish_into(
     if c.numel() == 0:
         return y
     batch, channels, size = c.shape[0], c.shape[1], positions(c)
+    bias = None if bias is None else bias.contiguous()
     of_c = planes(c, last)
     of_residual = None if residual is None else planes(residual, last)
     gpu, item = machine(c.device), c.element_size()
@@ -162,6 +163,7 @@ def launch_backward(
     dz = empty(dy.shape, dy if c is None else c, last) if needs[0] else dy.new_empty(0)
     if dy.numel() == 0:
         return dz, dy.new_empty(0) if bias is None or not needs[1] else torch.zeros_like(bias)
+    bias = None if bias is None else bias.contiguous()
     of_dy = planes(dy, last)
     of_c = of_dy if c is None else planes(c, last)
     gpu, item = machine(dy.device), dy.element_size()

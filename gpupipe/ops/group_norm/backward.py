@@ -181,6 +181,7 @@ def launch_backward(
     if x.numel() == 0:
         return dx, *(x.new_empty(0) if value is None else value.zero_() for value in (dweight, dbias))  # type: ignore[return-value]
     of_dy, of_x = planes(dy, last), planes(x, last)
+    weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
     gpu, item = machine(x.device), x.element_size()
     key = (str(x.dtype), batch, channels, (size - 1).bit_length(), last)
     partials: list[torch.Tensor] = []

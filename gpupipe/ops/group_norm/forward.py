@@ -155,6 +155,7 @@ def launch_forward(
     if x.numel() == 0:
         return y, mean.zero_(), rstd.zero_()
     parts = planes(x, last)
+    weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
     gpu, item = machine(x.device), x.element_size()
     key = (str(x.dtype), batch, channels, (size - 1).bit_length(), last)
     partials: list[torch.Tensor] = []
