@@ -10,8 +10,8 @@ Forward (``-fwd``) and backward (``-bwd``) are timed apart.
 ``gpu_time_us`` is device time of a call, from a CUDA graph that goes through as many sets of inputs as the L2 cache cannot
 hold; ``call_time_us`` is the time of a call in a row of calls without a graph, launches included. ``saved_mb`` is what a
 forward call leaves allocated for its backward, beyond its inputs and outputs. ``limit`` is the bytes that must move over the
-rate of a device copy in the same run; ``bare`` the vendor library's product or convolution alone; ``compile-nomix`` the compiler
-without mixed-order reductions.
+rate of a device copy in the same run; ``bare`` the vendor library's product or convolution alone; ``compile-nomix`` the
+compiler without mixed-order reductions.
 """
 
 from __future__ import annotations

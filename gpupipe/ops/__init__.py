@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpupipe.ops.activation import bias_act_dropout_add
     from gpupipe.ops.cast import scale_cast
+    from gpupipe.ops.conv3d import conv3d_act
+    from gpupipe.ops.group_norm import group_norm_act
     from gpupipe.ops.linear import linear_act, mlp, norm_linear, qkv_linear
     from gpupipe.ops.norms import (
         add_norm,
@@ -22,6 +24,7 @@ if TYPE_CHECKING:
     )
     from gpupipe.ops.patch import patch_embed3d, unpatch_embed3d
     from gpupipe.ops.settings import precision, use
+    from gpupipe.ops.softmax import scaled_softmax, softmax_dropout
     from gpupipe.ops.timestep import timestep_embedding
 
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
@@ -33,6 +36,10 @@ _HOMES = {
     "unpatch_embed3d": "patch",
     "scale_cast": "cast",
     "timestep_embedding": "timestep",
+    "conv3d_act": "conv3d",
+    "group_norm_act": "group_norm",
+    "scaled_softmax": "softmax",
+    "softmax_dropout": "softmax",
     "precision": "settings",
     "use": "settings",
 }
@@ -44,8 +51,10 @@ __all__ = [
     "NAMES",
     "add_norm",
     "bias_act_dropout_add",
+    "conv3d_act",
     "dropout_add_norm",
     "gate_add_modulate_norm",
+    "group_norm_act",
     "layer_norm",
     "linear_act",
     "mlp",
@@ -56,6 +65,8 @@ __all__ = [
     "qkv_linear",
     "rms_norm",
     "scale_cast",
+    "scaled_softmax",
+    "softmax_dropout",
     "timestep_embedding",
     "unpatch_embed3d",
     "use",

@@ -33,7 +33,7 @@ def floating(name: str, x: object, *, like: torch.Tensor | None = None) -> None:
         raise refuse(name, x, f"on {like.device}, where the first argument is")
 
 
-def vector(name: str, x: torch.Tensor | None, size: int, like: torch.Tensor) -> None:
+def vector(name: str, x: torch.Tensor | None, size: int, like: torch.Tensor, *, of: str = "column") -> None:
     """A tensor (size,), or None.
 
     Raises:
@@ -43,7 +43,7 @@ def vector(name: str, x: torch.Tensor | None, size: int, like: torch.Tensor) -> 
         return
     floating(name, x, like=like)
     if x.shape != (size,):
-        raise refuse(name, x, f"a tensor ({size},), one value a column of the first argument {tuple(like.shape)}")
+        raise refuse(name, x, f"a tensor ({size},), one value a {of} of the first argument {tuple(like.shape)}")
 
 
 def same_shape(name: str, x: torch.Tensor, like: torch.Tensor, other: str = "x") -> None:
