@@ -17,22 +17,32 @@ if TYPE_CHECKING:
         modulate_norm,
         rms_norm,
     )
+    from gpupipe.ops.rope import Rope
+    from gpupipe.ops.rotary import qk_norm_rope
     from gpupipe.ops.settings import precision, use
 
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
-_HOMES = {**dict.fromkeys(_NORMS, "norms"), "precision": "settings", "use": "settings"}
+_HOMES = {
+    **dict.fromkeys(_NORMS, "norms"),
+    "Rope": "rope",
+    "precision": "settings",
+    "qk_norm_rope": "rotary",
+    "use": "settings",
+}
 
-NAMES = frozenset(_HOMES) - {"precision", "use"}
+NAMES = frozenset(_HOMES) - {"Rope", "precision", "use"}
 """All ops."""
 
 __all__ = [
     "NAMES",
+    "Rope",
     "add_norm",
     "dropout_add_norm",
     "gate_add_modulate_norm",
     "layer_norm",
     "modulate_norm",
     "precision",
+    "qk_norm_rope",
     "rms_norm",
     "use",
 ]
