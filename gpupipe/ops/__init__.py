@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpupipe.ops.grid_attention import attention
     from gpupipe.ops.norms import (
         add_norm,
         dropout_add_norm,
@@ -20,13 +21,16 @@ if TYPE_CHECKING:
     from gpupipe.ops.rope import Rope
     from gpupipe.ops.rotary import qk_norm_rope
     from gpupipe.ops.settings import precision, use
+    from gpupipe.ops.temporal import temporal_attention
 
 _NORMS = ("add_norm", "dropout_add_norm", "gate_add_modulate_norm", "layer_norm", "modulate_norm", "rms_norm")
 _HOMES = {
     **dict.fromkeys(_NORMS, "norms"),
     "Rope": "rope",
+    "attention": "grid_attention",
     "precision": "settings",
     "qk_norm_rope": "rotary",
+    "temporal_attention": "temporal",
     "use": "settings",
 }
 
@@ -37,6 +41,7 @@ __all__ = [
     "NAMES",
     "Rope",
     "add_norm",
+    "attention",
     "dropout_add_norm",
     "gate_add_modulate_norm",
     "layer_norm",
@@ -44,6 +49,7 @@ __all__ = [
     "precision",
     "qk_norm_rope",
     "rms_norm",
+    "temporal_attention",
     "use",
 ]
 

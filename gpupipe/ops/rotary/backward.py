@@ -29,9 +29,9 @@ def _load(
     start, live = heads_of(dy_row, DY_HEAD, H0, HN, HEADS)
     g1, g2 = load_pairs(start, live, F0, PN, DIM, INTERLEAVED)
     if table_ptr is not None:
-        cos, sin = angles(
-            table_ptr, frame, line, column, turned, second_base, third_base, total, F0, PN, P0, P1, P2, VECTOR
-        )  # fmt: skip
+        cos, sin = angles(table_ptr, frame, line, column, second_base, third_base, total, F0, PN, P0, P1, P2, VECTOR)
+        cos = cos * turned + (1.0 - turned)
+        sin = sin * turned
         g1, g2 = turn_back(g1, g2, cos, sin)
     x1, x2, squares, products = g1, g2, None, None
     if NORM > 0:

@@ -41,13 +41,20 @@ def load_weights(
 
 @jit
 def place(token, tokens, prefix, end, lines, columns):
-    """A token's sample and number in it, whether it turns, and its frame, line and column."""
+    """A token's sample and number in it, 1 if it turns or else 0, and its frame, line and column."""
     sample = token // tokens
     number = token % tokens
     turned = (number >= prefix) & (number < end)
     number_on_grid = tl.where(turned, number - prefix, 0)
     line = number_on_grid // columns
-    return sample.to(tl.int64), number.to(tl.int64), turned, line // lines, line % lines, number_on_grid % columns
+    return (
+        sample.to(tl.int64),
+        number.to(tl.int64),
+        turned.to(tl.float32),
+        line // lines,
+        line % lines,
+        number_on_grid % columns,
+    )
 
 
 @jit
@@ -64,9 +71,9 @@ def _finish(
             first = first.to(out_row.dtype.element_ty).to(tl.float32)
             second = second.to(out_row.dtype.element_ty).to(tl.float32)
     if table_ptr is not None:
-        cos, sin = angles(
-            table_ptr, frame, line, column, turned, second_base, third_base, total, F0, PN, P0, P1, P2, VECTOR
-        )  # fmt: skip
+        cos, sin = angles(table_ptr, frame, line, column, second_base, third_base, total, F0, PN, P0, P1, P2, VECTOR)
+        cos = cos * turned + (1.0 - turned)
+        sin = sin * turned
         first, second = turn(first, second, cos, sin)
     start, live = heads_of(out_row, DIM, H0, HN, HEADS)
     store_pairs(start, live, first, second, F0, PN, DIM, INTERLEAVED)

@@ -99,13 +99,10 @@ class PackedNormRope(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(*inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q, k = qk_op(*inputs)
-        return q, k, inputs[0].select(2, 2)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _setup(ctx, inputs, output)
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        made = qk_op(*inputs)
+        _setup(ctx, inputs, made)
+        return (*made, inputs[0].select(2, 2))
 
     @staticmethod
     @torch.autograd.function.once_differentiable

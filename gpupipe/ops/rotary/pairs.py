@@ -47,10 +47,13 @@ def store_pairs(
 
 @jit
 def angles(
-    table_ptr, frame, line, column, turned, second_base, third_base, total,
+    table_ptr, frame, line, column, second_base, third_base, total,
     FIRST: tl.constexpr, COUNT: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Cosine and sine of pairs ``FIRST`` and following at places that broadcast to (R, 1); 1 and 0 where ``turned`` is not."""
+    """Cosine and sine of pairs ``FIRST`` and following at places that broadcast to (R, 1).
+
+    Places must lie in the table, so that loads need no mask but a constant one: another would keep them from being wide.
+    """
     pair = FIRST + tl.arange(0, COUNT)[None, :]
     if P0 + P1 == 0:
         offset = column * P2 + pair
@@ -58,8 +61,11 @@ def angles(
         offset = tl.where(pair < P0 + P1, second_base + line * P1 + (pair - P0), third_base + column * P2 + (pair - P0 - P1))
         offset = tl.where(pair < P0, frame * P0 + pair, offset)
     offset = tl.max_contiguous(tl.multiple_of(offset, (1, VECTOR)), (1, VECTOR))
-    mask = pair < tl.where(turned, P0 + P1 + P2, 0)
-    return tl.load(table_ptr + offset, mask=mask, other=1.0), tl.load(table_ptr + total + offset, mask=mask, other=0.0)
+    if FIRST + COUNT <= P0 + P1 + P2:
+        return tl.load(table_ptr + offset), tl.load(table_ptr + total + offset)
+    else:
+        mask = pair < P0 + P1 + P2
+        return tl.load(table_ptr + offset, mask=mask, other=1.0), tl.load(table_ptr + total + offset, mask=mask, other=0.0)
 
 
 @jit

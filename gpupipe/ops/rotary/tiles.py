@@ -41,13 +41,18 @@ def _elements(config: Config) -> int:
     return 2 * (config["HA"] * config["PA"] + config["HB"] * config["PB"])
 
 
+def _shares_well(per_thread: float, warps: int, most: int) -> bool:
+    """Enough elements a thread for wide loads, and few enough for its registers; else the nearest number of warps."""
+    return 4 <= per_thread <= most or (per_thread < 4 and warps == 1) or (per_thread > most and warps == 16)
+
+
 def forward_candidates(heads: int, dim: int) -> list[dict[str, int]]:
-    """Tokens a program, warps, and how many tokens are loaded ahead. 4 to 64 elements a thread."""
+    """Tokens a program, warps, and how many tokens are loaded ahead."""
     cut = parts(heads, dim)
     found = []
     for warps in (1, 2, 4, 8, 16):
         per_thread = _elements(cut) / (warps * 32)
-        if 4 <= per_thread <= 64 or warps == 1:
+        if _shares_well(per_thread, warps, 24):
             for tokens, stages in ((1, 1), (2, 1), (4, 1), (4, 2)):
                 found.append({**cut, "TOKENS": tokens, "num_warps": warps, "num_stages": stages})
     return found
@@ -74,13 +79,13 @@ def backward_candidates(gpu: Machine, heads: int, dim: int, count: int) -> list[
     found = []
     for warps in (1, 2, 4, 8, 16):
         per_thread = _elements(cut) / (warps * 32)
-        if not (4 <= per_thread <= 32 or warps in (1, 16)):
+        if not _shares_well(per_thread, warps, 16):
             continue
         for per_sm in (1, 2, 4, 8):
             if warps * per_sm <= gpu.warps:
                 programs = max(1, min(count, gpu.sms * per_sm // 2))
                 config = {**cut, "PROGRAMS": programs, "num_warps": warps}
-                found += [{**config, "num_stages": stages} for stages in (1, 2, 3)]
+                found += [{**config, "num_stages": stages} for stages in (1, 2)]
     return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
 
 
