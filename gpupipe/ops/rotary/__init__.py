@@ -65,10 +65,13 @@ def qk_norm_rope(
         or size > LARGEST
         or tokens >= 2**31
     ):
-        rest = arguments[2:]
-        return reference.norm_rope(q, q_weight, *rest), reference.norm_rope(k, k_weight, *rest), v
+        shared = arguments[2:]
+        return reference.norm_rope(q, q_weight, *shared), reference.norm_rope(k, k_weight, *shared), v
     if isinstance(qkv, torch.Tensor):
-        return PackedNormRope.apply(qkv, None, *arguments)  # type: ignore[no-any-return, no-untyped-call]
+        first, second, *rest = arguments
+        if second is first and second is not None:
+            second = second.view_as(second)  # the compiler takes no tensor twice
+        return PackedNormRope.apply(qkv, None, first, second, *rest)  # type: ignore[no-any-return, no-untyped-call]
     q, k = qk_op(q, k, *arguments)
     return q, k, v
 

@@ -79,7 +79,7 @@ def backward_candidates(gpu: Machine, heads: int, dim: int, count: int) -> list[
     found = []
     for warps in (1, 2, 4, 8, 16):
         per_thread = _elements(cut) / (warps * 32)
-        if not _shares_well(per_thread, warps, 16):
+        if not _shares_well(per_thread, warps, 24):
             continue
         for per_sm in (1, 2, 4, 8):
             if warps * per_sm <= gpu.warps:
@@ -95,7 +95,8 @@ def backward_us(
     """Estimated time of the backward kernel: ``reads`` reads and one write of queries and keys; ``summed`` columns of sums."""
     warps, programs, ahead = config["num_warps"], config["PROGRAMS"], config["num_stages"]
     per_thread = _elements(config) / (warps * 32)
-    return streaming_us(
+    prefetch = 1 + 0.01 * (ahead > 1)  # its loads are narrower: only where measured
+    return prefetch * streaming_us(
         gpu,
         total_bytes=2 * (reads + 1) * count * size * item_bytes + 2 * 4 * 2 * programs * summed,
         programs=2 * programs,

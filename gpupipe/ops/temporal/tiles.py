@@ -6,6 +6,8 @@ from gpupipe.device.autotune import Config, Machine, streaming_us
 
 LONGEST = 64
 """Frames whose scores fit in one tile. More fill the tiles of torch's own attention, which then wastes nothing."""
+FUSED = 32
+"""Frames up to which the norm and the turning fit beside the scores in the registers of the backward."""
 WIDEST = 128
 """Columns of a head."""
 _FLOPS_PER_US = 2.5e8
