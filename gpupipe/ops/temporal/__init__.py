@@ -14,7 +14,7 @@ from gpupipe.ops.sdpa import along_time
 from gpupipe.ops.settings import Precision
 from gpupipe.ops.temporal import reference
 from gpupipe.ops.temporal.op import temporal_op
-from gpupipe.ops.temporal.tiles import FUSED, LONGEST, WIDEST
+from gpupipe.ops.temporal.tiles import FUSED, WIDEST, longest
 
 
 def temporal_attention(
@@ -34,9 +34,10 @@ def temporal_attention(
     """softmax(q k^T * scale) v along T, for every pixel and head, without moving a token (Vaswani et al. 2017).
 
     With ``norm`` or ``rope``, queries and keys are first treated as :func:`gpupipe.ops.qk_norm_rope` would: in the same launch
-    with the norm ``"head"`` and up to 32 frames, in one of its own else. The backward keeps nothing but its inputs, and repeats bit for bit. Pixels
-    that share a tile share its products: a NaN or Inf among values may show in neighbours. More than 64 frames or 128 columns
-    go to torch's attention; on the CPU and for float64 all is plain torch. Second derivatives are not offered.
+    with the norm ``"head"`` and up to 32 frames, in one of its own else. The backward keeps nothing but its inputs, and repeats
+    bit for bit. Pixels that share a tile share its products: a NaN or Inf among values may show in neighbours. More than 64
+    frames (32 before Hopper) or 128 columns go to torch's attention; on the CPU and for float64 all is plain torch. Second
+    derivatives are not offered.
 
     Args:
         qkv: (B, N, 3, heads, dim), or (q, k, v), each (B, N, heads, dim), with N = T * H * W; in any strides.
@@ -72,7 +73,7 @@ def temporal_attention(
     tuned = (interleaved, kind, eps, causal, scale, conservative)
     if not settings.kernel_wanted("temporal_attention") or not serves(q.device) or q.dtype == torch.float64:
         return reference.temporal(q, k, v, mask, q_weight, k_weight, table, lengths, pairs, sizes, *tuned)
-    long = grid[0] > LONGEST or q.shape[3] > WIDEST
+    long = grid[0] > longest(q.device) or q.shape[3] > WIDEST
     apart = norm != "head" or long or grid[0] > FUSED
     if apart and (norm is not None or rope is not None):
         q, k, v = qk_norm_rope(qkv, q_weight, k_weight, rope, grid=grid, norm=norm, eps=eps, precision=precision)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from gpupipe.device.autotune import Config, Machine, streaming_us
 
-LONGEST = 64
+_LONGEST = 64
 """Frames whose scores fit in one tile. More fill the tiles of torch's own attention, which then wastes nothing."""
 FUSED = 32
 """Frames up to which the norm and the turning fit beside the scores in the registers of the backward."""
@@ -12,6 +14,13 @@ WIDEST = 128
 """Columns of a head."""
 _FLOPS_PER_US = 2.5e8
 """Products as such small tiles reach them: a quarter of what the tensor cores can."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def longest(device: torch.device) -> int:
+    """Frames that the kernels take. Before Hopper, products have their operands in registers, too few for 64 rows."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    return FUSED if old else _LONGEST
 
 
 def padded_pairs(dim: int) -> int:
