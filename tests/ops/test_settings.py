@@ -96,7 +96,7 @@ def test_the_environment_may_choose_and_a_wrong_choice_is_named() -> None:
 
 
 def test_every_name_is_an_op_with_a_docstring() -> None:
-    assert set(ops.__all__) == ops.NAMES | {"NAMES", "precision", "use"}
+    assert set(ops.__all__) == ops.NAMES | {"NAMES", "Rope", "precision", "use"}
     for name in ops.NAMES:
         text = getattr(ops, name).__doc__
         assert text, name
@@ -143,5 +143,5 @@ def test_who_is_watched() -> None:
 
 def test_every_op_is_in_the_reference() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "api" / "ops.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"autofunction:: gpupipe\.ops\.(\w+)", page))
+    listed = set(re.findall(r"auto(?:function|class):: gpupipe\.ops\.(\w+)", page))
     assert listed == set(ops.__all__) - {"NAMES"}

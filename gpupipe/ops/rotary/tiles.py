@@ -1,0 +1,112 @@
+"""How the heads of a token are cut and shared out: parts, the launches that may serve, and what each should cost."""
+
+from __future__ import annotations
+
+from gpupipe.device.autotune import Config, Machine, streaming_us
+
+LARGEST = 16384
+"""Elements of a token's queries; more do not fit in the registers of a program."""
+
+
+def _two(size: int) -> tuple[int, int]:
+    """The two powers of two (the second may be 0) that ``size`` is cut into."""
+    first = 1 << (size.bit_length() - 1)
+    rest = size - first
+    if rest == 0:
+        return first, 0
+    second = 1 << (rest - 1).bit_length()
+    return (2 * first, 0) if second >= first else (first, second)
+
+
+def _whole(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
+def parts(heads: int, dim: int) -> dict[str, int]:
+    """Heads and pairs of the first and second part, and the head and pair where the second begins.
+
+    One of heads and pairs is cut in two, whichever leaves fewer lanes waiting.
+    """
+    pairs = (dim + 1) // 2
+    (h_first, h_second), (p_first, p_second) = _two(heads), _two(pairs)
+    by_heads = (h_first + h_second) * _whole(pairs)
+    by_pairs = (p_first + p_second) * _whole(heads)
+    if by_heads <= by_pairs:
+        return {"HA": h_first, "PA": _whole(pairs), "HB": h_second, "PB": _whole(pairs), "H1": h_first, "F1": 0}
+    wide = _whole(heads)
+    return {"HA": wide, "PA": p_first, "HB": wide if p_second else 0, "PB": max(p_second, 1), "H1": 0, "F1": p_first}
+
+
+def _elements(config: Config) -> int:
+    return 2 * (config["HA"] * config["PA"] + config["HB"] * config["PB"])
+
+
+def _shares_well(per_thread: float, warps: int, most: int) -> bool:
+    """Enough elements a thread for wide loads, and few enough for its registers; else the nearest number of warps."""
+    return 4 <= per_thread <= most or (per_thread < 4 and warps == 1) or (per_thread > most and warps == 16)
+
+
+def forward_candidates(heads: int, dim: int) -> list[dict[str, int]]:
+    """Tokens a program, warps, and how many tokens are loaded ahead."""
+    cut = parts(heads, dim)
+    found = []
+    for warps in (1, 2, 4, 8, 16):
+        per_thread = _elements(cut) / (warps * 32)
+        if _shares_well(per_thread, warps, 24):
+            for tokens, stages in ((1, 1), (2, 1), (4, 1), (4, 2)):
+                found.append({**cut, "TOKENS": tokens, "num_warps": warps, "num_stages": stages})
+    return found
+
+
+def forward_us(gpu: Machine, config: Config, count: int, size: int, item_bytes: int) -> float:
+    """Estimated time of the forward kernel, which reads and writes queries and keys once."""
+    warps, ahead = config["num_warps"], config["num_stages"]
+    per_thread = _elements(config) / (warps * 32)
+    return streaming_us(
+        gpu,
+        total_bytes=4 * count * size * item_bytes,
+        programs=2 * -(-count // config["TOKENS"]),
+        tile_bytes=size * item_bytes * ahead,
+        warps=warps,
+        registers=int(36 + 1.6 * per_thread),
+        shared_bytes=size * item_bytes * (ahead - 1),
+    ) * (1 + 0.01 * (config["TOKENS"] > 1))
+
+
+def backward_candidates(gpu: Machine, heads: int, dim: int, count: int) -> list[dict[str, int]]:
+    """Programs a tensor, warps, and how many tokens are loaded ahead."""
+    cut = parts(heads, dim)
+    found = []
+    for warps in (1, 2, 4, 8, 16):
+        per_thread = _elements(cut) / (warps * 32)
+        if not _shares_well(per_thread, warps, 24):
+            continue
+        for per_sm in (1, 2, 4, 8):
+            if warps * per_sm <= gpu.warps:
+                programs = max(1, min(count, gpu.sms * per_sm // 2))
+                config = {**cut, "PROGRAMS": programs, "num_warps": warps}
+                found += [{**config, "num_stages": stages} for stages in (1, 2)]
+    return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
+
+
+def backward_us(
+    gpu: Machine, config: Config, count: int, size: int, item_bytes: int, reads: int, summed: int
+) -> float:  # fmt: skip
+    """Estimated time of the backward kernel: ``reads`` reads and one write of queries and keys; ``summed`` columns of sums."""
+    warps, programs, ahead = config["num_warps"], config["PROGRAMS"], config["num_stages"]
+    per_thread = _elements(config) / (warps * 32)
+    prefetch = 1 + 0.01 * (ahead > 1)  # its loads are narrower: only where measured
+    return prefetch * streaming_us(
+        gpu,
+        total_bytes=2 * (reads + 1) * count * size * item_bytes + 2 * 4 * 2 * programs * summed,
+        programs=2 * programs,
+        tile_bytes=size * item_bytes * reads * ahead,
+        warps=warps,
+        registers=int(44 + per_thread * (1 + reads + (summed > 0))),
+        shared_bytes=size * item_bytes * reads * (ahead - 1),
+    )  # fmt: skip
+
+
+def bucket(count: int) -> int:
+    """Token counts that are tuned together: powers of two."""
+    return (count - 1).bit_length()

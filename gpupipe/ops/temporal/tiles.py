@@ -1,0 +1,83 @@
+"""Which tiles may serve attention along time, and what each should cost."""
+
+from __future__ import annotations
+
+import torch
+
+from gpupipe.device.autotune import Config, Machine, streaming_us
+
+_LONGEST = 64
+"""Frames whose scores fit in one tile. More fill the tiles of torch's own attention, which then wastes nothing."""
+FUSED = 32
+"""Frames up to which the norm and the turning fit beside the scores in the registers of the backward."""
+WIDEST = 128
+"""Columns of a head."""
+_FLOPS_PER_US = 2.5e8
+"""Products as such small tiles reach them: a quarter of what the tensor cores can."""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def longest(device: torch.device) -> int:
+    """Frames that the kernels take. Before Hopper, products have their operands in registers, too few for 64 rows."""
+    old = device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+    return FUSED if old else _LONGEST
+
+
+def padded_pairs(dim: int) -> int:
+    """Columns of half a head, up to a power of two that a product takes."""
+    return max(16, 1 << ((dim + 1) // 2 - 1).bit_length())
+
+
+def candidates(frames: int, dim: int, share: int) -> list[dict[str, int]]:
+    """Rows of a tile, and warps: so many that no thread has more than ``share`` values of a tensor, and never under four."""
+    return [
+        {"ROWS": rows, "num_warps": warps, "num_stages": 1}
+        for rows in (32, 64)
+        for warps in (4, 8)
+        if rows >= frames and rows * 2 * padded_pairs(dim) <= share * 32 * warps
+    ]
+
+
+FORWARD_SHARE, BACKWARD_SHARE = 64, 32
+"""Values of a tensor in a thread that still leave registers for the rest: more spill."""
+
+
+def _us(
+    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int, *, passes: int,
+    reads: int, products: int, tiles: float,
+) -> float:  # fmt: skip
+    """``passes`` over all tokens; ``tiles`` of float32 (rows x rows or rows x pairs) that a thread's share must hold."""
+    rows, warps = config["ROWS"], config["num_warps"]
+    pairs = padded_pairs(dim)
+    programs = heads * -(-sequences // (rows // frames))
+    tile_bytes = rows * dim * item_bytes
+    flops = programs * products * 2 * rows * rows * 2 * pairs
+    streaming = streaming_us(
+        gpu,
+        total_bytes=passes * sequences * frames * heads * dim * item_bytes,
+        programs=programs,
+        tile_bytes=tile_bytes * reads,
+        warps=warps,
+        registers=int(60 + tiles * rows * max(rows, pairs) / (32 * warps)),
+        shared_bytes=int(tile_bytes * (reads + 0.5)),
+    )
+    return max(streaming, flops / _FLOPS_PER_US) + 0.3 * min(streaming, flops / _FLOPS_PER_US)
+
+
+def forward_us(
+    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int
+) -> float:  # fmt: skip
+    """Estimated time of the forward kernel: three reads and one write of every token."""
+    return _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=4, reads=3, products=2, tiles=4)
+
+
+def backward_us(
+    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int
+) -> float:  # fmt: skip
+    """Estimated time of the backward kernel: four reads and three writes of every token."""
+    return _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=7, reads=4, products=5, tiles=8)
+
+
+def bucket(count: int) -> int:
+    """Sequence counts that are tuned together: powers of two."""
+    return (count - 1).bit_length()
