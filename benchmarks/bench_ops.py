@@ -99,7 +99,7 @@ def main() -> None:
     command.add_argument("--quick", action="store_true", help="tiny cases on the CPU, to see that everything runs")
     options = command.parse_args()
     if options.quick:
-        options.device, options.runs, options.subjects = "cpu", 2, ["gpupipe", "eager"]
+        options.device, options.runs, options.subjects = "cpu", 1, ["gpupipe", "eager", "bare"]
     from gpupipe.observe.measure import machine_facts
 
     device = torch.device(options.device)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from op_case import TOKENS, OpCase
+from op_cases_attention import attention_cases, tiny_attention_cases
+from op_cases_conv import conv_cases, tiny_conv_cases
+from op_cases_linear import all_linear_cases, tiny_linear_cases
 from op_cases_norms import norm_cases
 
 
 def all_cases() -> list[OpCase]:
     """Those of the published run."""
-    return [case for tokens, size in ((TOKENS, 3072), (TOKENS, 2048), (1024, 3072)) for case in norm_cases(tokens, size)]
+    norms = [case for tokens, size in ((TOKENS, 3072), (TOKENS, 2048), (1024, 3072)) for case in norm_cases(tokens, size)]
+    return [*norms, *attention_cases(), *conv_cases(), *all_linear_cases()]
 
 
 def tiny_cases() -> list[OpCase]:
     """One of each op, small enough for a CPU."""
-    return norm_cases(8, 32)
+    return [*norm_cases(8, 32), *tiny_attention_cases(), *tiny_conv_cases(), *tiny_linear_cases()]

@@ -96,16 +96,17 @@ class Timing:
     def call_us(self, make: Callable[[], Sequence[Callable[[], Any]]], rounds: int) -> list[float]:
         """Microseconds a call in a row of calls, launches included: the slower of host and GPU."""
         call = make()[0]
-        for _ in range(3):
+        calls, warm_ups = (CALLS, 3) if self._device.type == "cuda" else (1, 1)
+        for _ in range(warm_ups):
             call()
         times = []
         for _ in range(rounds):
             self._wait()
             begin = time.perf_counter()
-            for _ in range(CALLS if self._device.type == "cuda" else 2):
+            for _ in range(calls):
                 call()
             self._wait()
-            times.append((time.perf_counter() - begin) * 1e6 / (CALLS if self._device.type == "cuda" else 2))
+            times.append((time.perf_counter() - begin) * 1e6 / calls)
         return times
 
     def saved_mb(self) -> float:

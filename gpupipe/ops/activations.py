@@ -1,7 +1,8 @@
-"""Activations and their slopes, for kernels and in plain torch: SiLU, and GELU in its exact and its tanh form.
+"""Activations and their slopes, for kernels and in plain torch.
 
 Formulas: SiLU is z * sigmoid(z) (Elfwing et al. 2017), GELU is z * Phi(z) with the normal distribution's Phi (Hendrycks and
-Gimpel 2016), whose tanh form is z * sigmoid(2u) with u = sqrt(2 / pi) * (z + 0.044715 z^3).
+Gimpel 2016), whose tanh form is z * sigmoid(2u) with u = sqrt(2 / pi) * (z + 0.044715 z^3). The gated ones (Shazeer 2020) take
+the value from the first half of the columns and multiply it by the activation of the second.
 """
 
 from __future__ import annotations
@@ -15,57 +16,60 @@ from gpupipe.device.jit import jit, tl
 from gpupipe.errors import ConfigError
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
-NAMES = ("silu", "gelu", "gelu_tanh")
+AnyActivation = Literal["silu", "gelu", "gelu_tanh", "swiglu", "geglu", "geglu_tanh"]
+PLAIN = ("silu", "gelu", "gelu_tanh")
+GATED = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
+"""What the second half of the columns goes through."""
 
 
-def known(activation: str | None) -> str:
+def known(activation: str | None, *, gated: bool = False) -> str:
     """The activation as kernels name it: ``"none"`` for None.
 
     Raises:
-        ConfigError: for one that does not exist.
+        ConfigError: for one that does not exist, or a gated one where none may be.
     """
     if activation is None:
         return "none"
-    if activation not in NAMES:
-        raise ConfigError(f"activation is {activation!r}", fix=f"choose one of {', '.join(map(repr, NAMES))}, or None")
+    names = (*PLAIN, *GATED) if gated else PLAIN
+    if activation not in names:
+        raise ConfigError(f"activation is {activation!r}", fix=f"choose one of {', '.join(map(repr, names))}, or None")
     return activation
 
 
-def apply(z: torch.Tensor, activation: str) -> torch.Tensor:
-    """The activation in plain torch."""
-    if activation == "silu":
+def split(act: str) -> tuple[str, bool]:
+    """What values go through, and whether only the second half of the columns does."""
+    return GATED.get(act, act), act in GATED
+
+
+def apply(z: torch.Tensor, act: str) -> torch.Tensor:
+    """A plain activation in torch."""
+    if act == "silu":
         return functional.silu(z)
-    if activation == "none":
+    if act == "none":
         return z
-    return functional.gelu(z, approximate="tanh" if activation == "gelu_tanh" else "none")
+    return functional.gelu(z, approximate="tanh" if act == "gelu_tanh" else "none")
 
 
 @jit
-def _twice_u(z):
-    return 1.5957691216057308 * z * (1.0 + 0.044715 * z * z)
+def _sigmoid(z):
+    """sigmoid(z), and its slope without the loss of digits that share * (1 - share) has."""
+    e = tl.exp(-tl.abs(z))
+    near = 1.0 / (1.0 + e)
+    return tl.where(z >= 0, near, e * near), e * near * near
 
 
 @jit
-def activate(z, ACT: tl.constexpr):
-    """The activation of float32 values."""
-    if ACT == "silu":
-        z = z * tl.sigmoid(z)
+def curve(z, ACT: tl.constexpr):
+    """The activation of float32 values, and its slope."""
+    if ACT == "none":
+        return z, 1.0
     elif ACT == "gelu":
-        z = 0.5 * z * (1.0 + tl.erf(0.7071067811865476 * z))
+        share = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
+        return z * share, share + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
     elif ACT == "gelu_tanh":
-        z = z * tl.sigmoid(_twice_u(z))
-    return z
-
-
-@jit
-def slope(z, ACT: tl.constexpr):
-    """The activation's derivative at float32 values."""
-    if ACT == "silu":
-        gate = tl.sigmoid(z)
-        found = gate + z * gate * (1.0 - gate)
-    elif ACT == "gelu":
-        found = 0.5 * (1.0 + tl.erf(0.7071067811865476 * z)) + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+        square = z * z
+        share, both = _sigmoid(z * (1.5957691216057308 + 0.07135481627159936 * square))
+        return z * share, share + z * (1.5957691216057308 + 0.21406444881479807 * square) * both
     else:
-        gate = tl.sigmoid(_twice_u(z))
-        found = gate + z * gate * (1.0 - gate) * (1.5957691216057308 + 0.21406444881780073 * z * z)
-    return found
+        share, both = _sigmoid(z)
+        return z * share, share + z * both

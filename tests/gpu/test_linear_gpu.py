@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 import torch
 from exact import hold
-from linear_cases import ACTS, act_case, arguments, eager_act, linear_act, mlp, mlp_case, norm_case, norm_linear, upstream
+from linear_cases import (
+    ACTS,
+    act_case,
+    arguments,
+    eager_act,
+    linear_act,
+    mlp,
+    mlp_case,
+    named,
+    norm_case,
+    norm_linear,
+    upstream,
+)
 from torch.nn import functional
 
 from gpupipe import ops
@@ -27,7 +39,7 @@ def on_gpu(given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def check_act(shape: tuple[int, ...], act: Any, gate: tuple[int, ...] | None, dtype: torch.dtype) -> None:
     hold(
-        lambda **kw: ops.bias_act_dropout_add(**kw, act=act), lambda **kw: eager_act(**kw, act=act),
+        lambda **kw: ops.bias_act_dropout_add(**kw, activation=named(act)), lambda **kw: eager_act(**kw, act=act),
         on_gpu(arguments(shape, act, gate)), [upstream(*shape).cuda()], dtype,
     )  # fmt: skip
 
@@ -61,12 +73,14 @@ def test_every_tile_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_linear_ops_are_as_exact_as_torch(act: Any, dtype: torch.dtype) -> None:
     leading = (3, 257)
     hold(
-        lambda **kw: ops.linear_act(**kw, act=act), lambda **kw: linear_act(**kw, act=act), on_gpu(act_case(act, leading)),
+        lambda **kw: ops.linear_act(**kw, activation=named(act)),
+        lambda **kw: linear_act(**kw, act=act), on_gpu(act_case(act, leading)),
         [upstream(*leading, 40).cuda()], dtype,
     )  # fmt: skip
     for recompute in (False, True):
         hold(
-            lambda recompute=recompute, **kw: ops.mlp(**kw, act=act, recompute=recompute), lambda **kw: mlp(**kw, act=act),
+            lambda recompute=recompute, **kw: ops.mlp(**kw, activation=named(act), recompute=recompute),
+            lambda **kw: mlp(**kw, act=act),
             on_gpu(mlp_case(act, leading)), [upstream(*leading, 16).cuda()], dtype,
         )  # fmt: skip
     hold(ops.norm_linear, norm_linear, on_gpu(norm_case(leading)), [upstream(*leading, 16).cuda()], dtype)
@@ -94,7 +108,7 @@ def test_model_shapes_come_near_float64() -> None:
 
     def loss(function: Callable[..., torch.Tensor], leaves: list[torch.Tensor], rows: slice) -> list[torch.Tensor]:
         x, first, second, gate = leaves
-        y = function(x[:, rows], first, None, second, act="gelu_tanh", gate=gate, residual=x[:, rows])
+        y = function(x[:, rows], first, None, second, activation="gelu_tanh", gate=gate, residual=x[:, rows])
         return [y, torch.autograd.grad(y.float().sum(), x)[0][:, rows]]
 
     found = loss(ops.mlp, leaves, slice(None))
@@ -107,7 +121,7 @@ def test_model_shapes_come_near_float64() -> None:
 def test_beyond_two_to_the_31_elements() -> None:
     rows, size = 2**31 // 4096 + 5, 4096
     x = torch.randn(rows, size, dtype=torch.bfloat16, device="cuda")
-    y = ops.bias_act_dropout_add(x, act="silu")
+    y = ops.bias_act_dropout_add(x, activation="silu")
     assert (y[-4:].double() - functional.silu(x[-4:].double())).abs().max() < 0.05
     dx, *_ = launch_act_backward(y, x, None, None, None, 0.0, "silu", torch.bfloat16, False)
     last = x[-4:].double().requires_grad_()
@@ -120,7 +134,7 @@ def test_beyond_two_to_the_31_elements() -> None:
 
 
 def step(inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    y = ops.mlp(**inputs, act="gelu_tanh")
+    y = ops.mlp(**inputs, activation="gelu_tanh")
     return [y, *torch.autograd.grad(y.float().square().sum(), list(inputs.values()))]
 
 
@@ -165,8 +179,8 @@ def test_the_compiler_takes_it_whole(dynamic: bool) -> None:
     torch._dynamo.reset()
 
     def block(**inputs: torch.Tensor) -> torch.Tensor:
-        y = ops.mlp(**inputs, act="gelu_tanh")
-        return ops.bias_act_dropout_add(y.sin(), act="silu", residual=y)
+        y = ops.mlp(**inputs, activation="gelu_tanh")
+        return ops.bias_act_dropout_add(y.sin(), activation="silu", residual=y)
 
     compiled: Callable[..., torch.Tensor] = torch.compile(block, fullgraph=True, dynamic=dynamic)
     for rows in (64, 96) if dynamic else (64,):
@@ -184,7 +198,7 @@ def test_autocast_works_in_its_type() -> None:
     found = []
     for function in (ops.mlp, mlp):
         with torch.autocast("cuda", torch.bfloat16):
-            y = function(**inputs, act="gelu")
+            y = function(**inputs, activation="gelu")
         found.append([y, *torch.autograd.grad(y.float().sin().sum(), list(inputs.values()))])
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exact import hold
-from linear_cases import ACTS, arguments, eager_act
+from linear_cases import ACTS, arguments, eager_act, named
 from torch.nn import functional
 
 from gpupipe import ops
@@ -27,7 +27,7 @@ def check(
 ) -> None:
     given = arguments(shape, act, gate)
     hold(
-        lambda **kw: bias_act_dropout_add(**kw, act=act, precision=precision),
+        lambda **kw: bias_act_dropout_add(**kw, activation=named(act), precision=precision),
         lambda **kw: eager_act(**kw, act=act),
         given, [(torch.arange(given["residual"].numel()) % 9 / 4 - 1).double().view(shape)], dtype,
     )  # fmt: skip
@@ -73,10 +73,10 @@ def test_every_tile_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_conservative_rounds_where_torch_does() -> None:
     given = {name: value.half() for name, value in arguments((2, 9, 64), "swiglu", (2, 64)).items()}
     exact = eager_act(**given, act="swiglu")
-    assert (bias_act_dropout_add(**given, act="swiglu", precision="conservative") != exact).float().mean() < 0.01
+    assert (bias_act_dropout_add(**given, activation="swiglu", precision="conservative") != exact).float().mean() < 0.01
     with ops.use("reference"):
-        assert torch.equal(bias_act_dropout_add(**given, act="swiglu", precision="conservative"), exact)
-    assert (bias_act_dropout_add(**given, act="swiglu") != exact).float().mean() > 0.1
+        assert torch.equal(bias_act_dropout_add(**given, activation="swiglu", precision="conservative"), exact)
+    assert (bias_act_dropout_add(**given, activation="swiglu") != exact).float().mean() > 0.1
 
 
 def test_strides_are_followed() -> None:
@@ -92,7 +92,7 @@ def test_strides_are_followed() -> None:
         for dtype in (torch.float32, torch.float64):
             x, residual = (base[name].to(dtype, copy=True).requires_grad_() for name in ("x", "residual"))
             bias = torch.linspace(-1, 1, cut(x).shape[-1], dtype=dtype)
-            y = bias_act_dropout_add(cut(x), bias, cut(residual), act="silu")
+            y = bias_act_dropout_add(cut(x), bias, cut(residual), activation="silu")
             y.backward(cut(base["residual"].to(dtype)))
             found.append([y.detach(), x.grad, residual.grad])
         for value, truth in zip(*found, strict=True):
@@ -101,7 +101,7 @@ def test_strides_are_followed() -> None:
 
 def test_a_bias_may_be_a_column() -> None:
     x, bias = torch.randn(3, 8), torch.randn(8, 2).requires_grad_()
-    y = bias_act_dropout_add(x, bias[:, 1], act="silu")
+    y = bias_act_dropout_add(x, bias[:, 1], activation="silu")
     expected = functional.silu(x + bias[:, 1])
     torch.testing.assert_close(y, expected)
     (found,), (exact,) = (torch.autograd.grad(made.sum(), bias) for made in (y, expected))
@@ -132,7 +132,7 @@ def test_a_gradient_alone_is_the_same() -> None:
     together = dict(zip(given, results(given, act="geglu")[1:], strict=True))
     for wanted in itertools.combinations(given, 2):
         leaves = {name: value.float().requires_grad_(name in wanted) for name, value in given.items()}
-        bias_act_dropout_add(**leaves, act="geglu").square().sum().backward()
+        bias_act_dropout_add(**leaves, activation="geglu").square().sum().backward()
         for name, leaf in leaves.items():
             assert (leaf.grad is not None) == (name in wanted)
             assert leaf.grad is None or torch.equal(leaf.grad, together[name])
@@ -141,7 +141,7 @@ def test_a_gradient_alone_is_the_same() -> None:
 def test_the_result_has_the_type_of_the_residual() -> None:
     x = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
     residual = torch.randn(4, 8, requires_grad=True)
-    y = bias_act_dropout_add(x, residual=residual, act="silu")
+    y = bias_act_dropout_add(x, residual=residual, activation="silu")
     assert y.dtype == torch.float32
     y.sum().backward()
     assert x.grad is not None
@@ -153,7 +153,7 @@ def test_what_is_not_a_number_stays_so() -> None:
     x = torch.zeros(4, 8)
     x[1, 2], x[2, 3] = float("nan"), float("inf")
     for act in ("gelu", "gelu_tanh", "silu"):
-        y = bias_act_dropout_add(x, act=act)  # type: ignore[arg-type]
+        y = bias_act_dropout_add(x, activation=named(act))  # type: ignore[arg-type]
         assert y[1, 2].isnan()
         assert y[2, 3].isinf()
         assert y.isfinite().sum() == 30
@@ -179,7 +179,7 @@ def test_torch_accepts_the_ops() -> None:
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_equals_eager_act(dynamic: bool) -> None:
     def step(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return bias_act_dropout_add(x * 1, bias, residual, gate=gate, act="gelu_tanh")
+        return bias_act_dropout_add(x * 1, bias, residual, gate=gate, activation="gelu_tanh")
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
     for rows in (5, 6):
@@ -204,7 +204,7 @@ def test_errors_name_the_argument() -> None:
     ):
         with pytest.raises(ShapeError, match=match):
             bias_act_dropout_add(**given)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="act is 'tanh'"):
-        bias_act_dropout_add(x, act="tanh")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="activation is 'tanh'"):
+        bias_act_dropout_add(x, activation="tanh")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="p is"):
         bias_act_dropout_add(x, p=1.5)

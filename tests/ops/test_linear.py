@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from exact import hold
-from linear_cases import F, K, N, act_case, linear_act, mlp, mlp_case, norm_case, norm_linear, upstream, values
+from linear_cases import F, K, N, act_case, linear_act, mlp, mlp_case, named, norm_case, norm_linear, upstream, values
 from torch.nn import functional
 
 from gpupipe import ops
@@ -29,12 +29,13 @@ SETTINGS: list[dict[str, Any]] = [{}, {"recompute": True}, {"precision": "conser
 def test_linear_act_as_exact_as_torch(act: Any, dtype: torch.dtype) -> None:
     for settings in SETTINGS if dtype == torch.bfloat16 else SETTINGS[:1]:
         hold(
-            lambda settings=settings, **kw: ops.linear_act(**kw, act=act, **settings),
+            lambda settings=settings, **kw: ops.linear_act(**kw, activation=named(act), **settings),
             lambda **kw: linear_act(**kw, act=act), act_case(act), [upstream(3, 5, F)], dtype,
         )  # fmt: skip
     plain = act_case(act, bias=True, residual=True)
     hold(
-        lambda **kw: ops.linear_act(**kw, act=act), lambda **kw: linear_act(**kw, act=act), plain, [upstream(3, 5, F)], dtype
+        lambda **kw: ops.linear_act(**kw, activation=named(act)),
+        lambda **kw: linear_act(**kw, act=act), plain, [upstream(3, 5, F)], dtype
     )  # fmt: skip
 
 
@@ -43,14 +44,14 @@ def test_linear_act_as_exact_as_torch(act: Any, dtype: torch.dtype) -> None:
 def test_mlp_as_exact_as_torch(act: Any, dtype: torch.dtype) -> None:
     for settings in SETTINGS if dtype == torch.bfloat16 else SETTINGS[:1]:
         hold(
-            lambda settings=settings, **kw: ops.mlp(**kw, act=act, **settings),
+            lambda settings=settings, **kw: ops.mlp(**kw, activation=named(act), **settings),
             lambda **kw: mlp(**kw, act=act), mlp_case(act), [upstream(3, 5, N)], dtype,
         )  # fmt: skip
     if dtype != torch.float32:
         return
     for left_out in ({"gate": True}, {"residual": True}, {"gate": True, "residual": True, "bias2": True}):
         hold(
-            lambda **kw: ops.mlp(**kw, act=act), lambda **kw: mlp(**kw, act=act), mlp_case(act, **left_out),
+            lambda **kw: ops.mlp(**kw, activation=named(act)), lambda **kw: mlp(**kw, act=act), mlp_case(act, **left_out),
             [upstream(3, 5, N)], dtype,
         )  # fmt: skip
 
@@ -78,7 +79,7 @@ def test_any_number_of_rows(rows: int) -> None:
     for leading in ((rows,), (2, rows)):
         hold(ops.linear_act, linear_act, act_case("gelu_tanh", leading), [upstream(*leading, F)], torch.float16)
     hold(
-        lambda **kw: ops.mlp(**kw, act="gelu"), mlp, mlp_case("gelu", (2, rows)), [upstream(2, rows, N)], torch.float16
+        lambda **kw: ops.mlp(**kw, activation="gelu"), mlp, mlp_case("gelu", (2, rows)), [upstream(2, rows, N)], torch.float16
     )  # fmt: skip
     hold(ops.norm_linear, norm_linear, norm_case((2, rows)), [upstream(2, rows, N)], torch.float16)
 
@@ -120,7 +121,7 @@ def test_strides_do_not_matter() -> None:
     found = []
     for inputs in (laid, {name: value.contiguous() for name, value in laid.items()}):
         leaves = {name: value.detach().requires_grad_() for name, value in inputs.items()}
-        y = ops.mlp(**leaves, act="gelu")
+        y = ops.mlp(**leaves, activation="gelu")
         found.append(
             [
                 y,
@@ -135,7 +136,7 @@ def test_strides_do_not_matter() -> None:
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[[], dict[str, torch.Tensor]]]] = {
     "linear_act": (ops.linear_act, linear_act, lambda: act_case("gelu_tanh")),
-    "mlp": (lambda **kw: ops.mlp(**kw, act="gelu"), mlp, lambda: mlp_case("gelu")),
+    "mlp": (lambda **kw: ops.mlp(**kw, activation="gelu"), mlp, lambda: mlp_case("gelu")),
     "norm_linear": (ops.norm_linear, norm_linear, norm_case),
 }
 
@@ -188,8 +189,8 @@ def test_what_is_kept_for_the_backward() -> None:
             function(**leaves, **settings)
         return sum(found.values())
 
-    assert kept(ops.linear_act, act_case("swiglu"), act="swiglu") == 15 * 2 * F
-    assert kept(ops.linear_act, act_case("swiglu"), act="swiglu", recompute=True) == 0
+    assert kept(ops.linear_act, act_case("swiglu"), activation="swiglu") == 15 * 2 * F
+    assert kept(ops.linear_act, act_case("swiglu"), activation="swiglu", recompute=True) == 0
     assert kept(ops.mlp, mlp_case("gelu", gate=True)) == 15 * F
     assert kept(ops.mlp, mlp_case("gelu", gate=True), recompute=True) == 0
     assert kept(ops.mlp, mlp_case("gelu"), recompute=True) == 15 * N
@@ -199,12 +200,12 @@ def test_what_is_kept_for_the_backward() -> None:
 def test_dropout_repeats_in_the_backward() -> None:
     x, weight = torch.randn(64, 8, requires_grad=True), torch.eye(8)
     torch.manual_seed(3)
-    y = ops.linear_act(x, weight, act="none", p=0.5)
+    y = ops.linear_act(x, weight, activation=None, p=0.5)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(gradient, (y != 0) * 2.0)
     torch.manual_seed(3)
-    assert torch.equal(ops.linear_act(x, weight, act="none", p=0.5), y)
-    assert torch.equal(ops.linear_act(x, weight, act="none", p=0.5, training=False), functional.linear(x, weight))
+    assert torch.equal(ops.linear_act(x, weight, activation=None, p=0.5), y)
+    assert torch.equal(ops.linear_act(x, weight, activation=None, p=0.5, training=False), functional.linear(x, weight))
 
 
 def test_repeats_bit_for_bit() -> None:
@@ -251,7 +252,7 @@ def test_compiles_whole_and_gives_the_same(dynamic: bool, autocast: bool) -> Non
     def block(x: torch.Tensor, gate: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             q, k, v = ops.qkv_linear(ops.norm_linear(x, torch.eye(K), scale=gate, shift=gate), weights[0])
-            x = ops.linear_act(q * k + v, weights[1], act="silu", residual=x)
+            x = ops.linear_act(q * k + v, weights[1], activation="silu", residual=x)
             return ops.mlp(x, weights[2], None, weights[3], gate=gate, residual=x)
 
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager", dynamic=dynamic)
@@ -272,7 +273,7 @@ def test_errors_name_the_argument() -> None:
         ("weight is", lambda: ops.linear_act(x, weight[:, :7])),
         ("weight is bfloat16", lambda: ops.linear_act(x, weight.bfloat16())),
         ("bias is", lambda: ops.linear_act(x, weight, bias[:5])),
-        ("even number", lambda: ops.linear_act(x, weight[:5], act="swiglu")),
+        ("even number", lambda: ops.linear_act(x, weight[:5], activation="swiglu")),
         ("residual is", lambda: ops.linear_act(x, weight, residual=x)),
         ("weight2 is", lambda: ops.mlp(x, weight, bias, weight)),
         ("bias1 is", lambda: ops.mlp(x, weight, bias[:5], weight.t())),
@@ -287,8 +288,8 @@ def test_errors_name_the_argument() -> None:
     for match, call in calls:
         with pytest.raises(ShapeError, match=match):
             call()
-    with pytest.raises(ConfigError, match="act is 'none'"):
-        ops.mlp(x, weight, bias, weight.t(), act="none")
+    with pytest.raises(ConfigError, match="activation is None"):
+        ops.mlp(x, weight, bias, weight.t(), activation=None)
     with pytest.raises(ConfigError, match="heads is 4"):
         ops.qkv_linear(x, weight, heads=4)
     with pytest.raises(ConfigError, match="kind is"):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
 import torch
 
 from gpupipe.device.jit import serves
 from gpupipe.errors import ConfigError
-from gpupipe.ops import checks, settings
+from gpupipe.ops import activations, checks, settings
 from gpupipe.ops.activation import reference
-from gpupipe.ops.activation.forward import ACTIVATIONS
 from gpupipe.ops.activation.op import act_op
+from gpupipe.ops.activations import AnyActivation
 from gpupipe.ops.modulation import modulations
 from gpupipe.ops.settings import Precision
-
-Activation = Literal["none", "gelu", "gelu_tanh", "silu", "geglu", "geglu_tanh", "swiglu"]
-"""GELU by the error function or by tanh (Hendrycks and Gimpel 2016), SiLU, and the gated ones (Shazeer 2020): the first half of
-the columns times the activation of the second."""
 
 _MOST_ROWS = 2**31 - 2**16
 """Rows are counted in 32 bits."""
@@ -28,7 +22,7 @@ def bias_act_dropout_add(
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     *,
-    act: Activation = "none",
+    activation: AnyActivation | None = None,
     gate: torch.Tensor | None = None,
     p: float = 0.0,
     training: bool = True,
@@ -44,7 +38,7 @@ def bias_act_dropout_add(
             ``"swiglu"``, which multiply the first C columns by the activation of the last.
         bias: (C,) or (2C,), one value a column of x.
         residual: (..., C), any floating type.
-        act: ``"none"``, ``"gelu"`` (by the error function), ``"gelu_tanh"``, ``"silu"``, or a gated one.
+        activation: ``"gelu"`` (by the error function), ``"gelu_tanh"``, ``"silu"``, a gated one, or None.
         gate: (C,), one row a sample (B, C) or (B, 1, C), one a token (..., C), or for any other number of leading dimensions.
         p: the share that is dropped, 0 to 1; the rest is divided by 1 - p.
         training: False: nothing is dropped.
@@ -56,9 +50,10 @@ def bias_act_dropout_add(
 
     Raises:
         ShapeError: when an argument does not fit x.
-        ConfigError: for another ``act``, or a ``p`` that is no share.
+        ConfigError: for another ``activation``, or a ``p`` that is no share.
     """
-    glu = known_act(act)
+    act = activations.known(activation, gated=True)
+    _, glu = activations.split(act)
     known_share(p)
     checks.floating("x", x)
     if x.dim() == 0 or x.shape[-1] == 0 or (glu and x.shape[-1] % 2):
@@ -98,17 +93,6 @@ def served(name: str, x: torch.Tensor) -> bool:
         and x.dtype != torch.float64
         and x.shape[:-1].numel() < _MOST_ROWS
     )  # fmt: skip
-
-
-def known_act(act: str) -> bool:
-    """Whether an activation is a gated one.
-
-    Raises:
-        ConfigError: for one that does not exist.
-    """
-    if act not in ACTIVATIONS:
-        raise ConfigError(f"act is {act!r}", fix=f"choose one of {', '.join(map(repr, get_args(Activation)))}")
-    return ACTIVATIONS[act][1]
 
 
 def known_share(p: float) -> None:

@@ -11,8 +11,10 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.activation.forward import ACTIVATIONS, curve, inner_rows, pre_activation, starts
+from gpupipe.ops import activations
+from gpupipe.ops.activation.forward import inner_rows, pre_activation, starts
 from gpupipe.ops.activation.tiles import backward_candidates, backward_us
+from gpupipe.ops.activations import curve
 from gpupipe.ops.layout import rows
 from gpupipe.ops.norms.forward import bucket, dropping, kept, stride, wide
 
@@ -90,7 +92,7 @@ def act_backward(
             tl.store(dx_row + columns, dy.to(dx_ptr.dtype.element_ty), mask=mask)
             tl.store(dx_row + C + columns, dother.to(dx_ptr.dtype.element_ty), mask=mask)
         else:
-            if ACT != 0:
+            if ACT != "none":
                 dy = dy * slope
             if dx_ptr is not None:
                 tl.store(dx_ptr + flat, dy.to(dx_ptr.dtype.element_ty), mask=mask)
@@ -163,7 +165,7 @@ def launch_act_backward(
         like_bias: of the bias' gradient, shape and type; the bias itself may have been added elsewhere.
         want_x: False only without GLU.
     """
-    code, glu = ACTIVATIONS[act]
+    code, glu = activations.split(act)
     size = dy.shape[-1]
     count = dy.numel() // size
     dx = torch.empty((*dy.shape[:-1], size * (1 + glu)), dtype=x_type, device=dy.device) if want_x else None
@@ -210,7 +212,7 @@ def launch_act_backward(
     reads = 1 + (x is not None) * (1 + glu) + each
     writes = want_x * (1 + glu) + want_act + (dgate is not None)
     row_bytes = size * (dy.element_size() + (reads - 1 + writes) * x_type.itemsize)
-    held = 2 * (seed is not None) + (code != 0) + (gate is not None)
+    held = 2 * (seed is not None) + (code != "none") + (gate is not None)
     key = (
         str(dy.dtype), str(x_type), size, bucket(group), bucket(groups), act, reads, writes, kept_sums, seed is not None,
         gate is not None, inner is None,

@@ -9,45 +9,11 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.ops import activations
 from gpupipe.ops.activation.tiles import forward_candidates, forward_us
+from gpupipe.ops.activations import curve
 from gpupipe.ops.layout import row_length, rows
 from gpupipe.ops.norms.forward import bucket, dropping, kept, stride, wide
-
-ACTIVATIONS = {
-    "none": (0, False),
-    "gelu": (1, False),
-    "gelu_tanh": (2, False),
-    "silu": (3, False),
-    "geglu": (1, True),
-    "geglu_tanh": (2, True),
-    "swiglu": (3, True),
-}
-"""By name: the curve as kernels know it, and whether a second half of the columns goes through it to multiply the first."""
-
-
-@jit
-def _sigmoid(x):
-    """sigmoid(x), and its slope without the loss of digits that share * (1 - share) has."""
-    e = tl.exp(-tl.abs(x))
-    near = 1.0 / (1.0 + e)
-    return tl.where(x >= 0, near, e * near), e * near * near
-
-
-@jit
-def curve(x, ACT: tl.constexpr):
-    """The activation and its slope."""
-    if ACT == 0:
-        return x, 1.0
-    elif ACT == 1:
-        share = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
-        return x * share, share + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
-    elif ACT == 2:  # 1 + tanh(u) = 2 sigmoid(2u); Hendrycks and Gimpel 2016
-        square = x * x
-        share, both = _sigmoid(x * (1.5957691216057308 + 0.07135481627159936 * square))
-        return x * share, share + x * (1.5957691216057308 + 0.21406444881479807 * square) * both
-    else:
-        share, both = _sigmoid(x)
-        return x * share, share + x * both
 
 
 @jit
@@ -131,7 +97,7 @@ def launch_act(
     conservative: bool,
 ) -> torch.Tensor:
     """residual + gate * dropout(act(x + bias)), of the residual's type, else of that of x; gate is (M, C)."""
-    code, glu = ACTIVATIONS[act]
+    code, glu = activations.split(act)
     size = x.shape[-1] // 2 if glu else x.shape[-1]
     count = x.numel() // x.shape[-1]
     y = torch.empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype, device=x.device)

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from gpupipe.ops import activations
 from gpupipe.ops.activation.backward import launch_act_backward
-from gpupipe.ops.activation.forward import ACTIVATIONS, launch_act
+from gpupipe.ops.activation.forward import launch_act
 from gpupipe.ops.op import Op
 
 
@@ -34,7 +35,7 @@ def _fake(
     act: str,
     conservative: bool,
 ) -> torch.Tensor:
-    size = x.shape[-1] // 2 if ACTIVATIONS[act][1] else x.shape[-1]
+    size = x.shape[-1] // 2 if activations.split(act)[1] else x.shape[-1]
     return x.new_empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype)
 
 
@@ -50,7 +51,7 @@ def _backward_body(
     conservative: bool,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    glu = ACTIVATIONS[act][1]
+    glu = activations.split(act)[1]
     found = launch_act_backward(
         dy, x, bias, gate, seed, p, act, x_type, conservative, want_x=needs[0] or glu,
         like_bias=bias if needs[1] else None, want_gate=needs[2],
@@ -72,7 +73,7 @@ def _backward_fake(
     conservative: bool,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    size = dy.shape[-1] * (1 + ACTIVATIONS[act][1])
+    size = dy.shape[-1] * (1 + activations.split(act)[1])
     return (
         dy.new_empty((*dy.shape[:-1], size), dtype=x_type) if needs[0] else dy.new_empty(0),
         dy.new_empty(0) if bias is None or not needs[1] else bias.new_empty(bias.shape),

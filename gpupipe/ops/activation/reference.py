@@ -5,14 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-
-def curve(x: torch.Tensor, act: str) -> torch.Tensor:
-    """The activation of x; of a GLU that of its second half, without the product."""
-    if act in ("gelu", "geglu"):
-        return functional.gelu(x)
-    if act in ("gelu_tanh", "geglu_tanh"):
-        return functional.gelu(x, approximate="tanh")
-    return functional.silu(x) if act in ("silu", "swiglu") else x
+from gpupipe.ops import activations
 
 
 def bias_act(
@@ -35,11 +28,12 @@ def bias_act(
         return value.to(narrow).to(wide) if conservative else value
 
     y = x.to(wide) if bias is None else rounded(x.to(wide) + bias.to(wide))
-    if act.endswith("glu") or act == "geglu_tanh":
+    curve, gated = activations.split(act)
+    if gated:
         value, other = y.chunk(2, -1)
-        y = value * rounded(curve(other, act))
+        y = value * rounded(activations.apply(other, curve))
     else:
-        y = curve(y, act)
+        y = activations.apply(y, curve)
     y = rounded(y)
     if p > 0:
         y = rounded(functional.dropout(y, p))

@@ -9,7 +9,7 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.activations import activate, slope
+from gpupipe.ops.activations import curve
 from gpupipe.ops.planes import (
     channel_values,
     chunks,
@@ -50,7 +50,7 @@ def conv_finish(
         y += channel_values(bias_ptr, channel, inside, 0.0)[None, :]
         if ROUND:
             y = y.to(narrow).to(tl.float32)
-    y = activate(y, ACT)
+    y, _ = curve(y, ACT)
     if residual_ptr is not None:
         if ROUND:
             y = y.to(narrow).to(tl.float32)
@@ -84,7 +84,8 @@ def conv_finish_backward(
             z = tl.load(c_at + local * c_position, mask=mask, other=0.0).to(tl.float32) + bias
             if ROUND:
                 z = z.to(c_ptr.dtype.element_ty).to(tl.float32)
-            dz = dz * slope(z, ACT)
+            _, slope = curve(z, ACT)
+            dz = dz * slope
             if ROUND:
                 dz = dz.to(c_ptr.dtype.element_ty).to(tl.float32)
             if dz_ptr is not None:

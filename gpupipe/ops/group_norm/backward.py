@@ -11,7 +11,7 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.activations import slope
+from gpupipe.ops.activations import curve
 from gpupipe.ops.group_norm.forward import FINISH
 from gpupipe.ops.planes import (
     channel_values,
@@ -41,7 +41,8 @@ def _dz(dy, off, factor, bias, narrow, ACT: tl.constexpr, ROUND: tl.constexpr):
         z = off * factor + bias
         if ROUND:
             z = z.to(narrow).to(tl.float32)
-        dy = dy * slope(z, ACT)
+        _, slope = curve(z, ACT)
+        dy = dy * slope
         if ROUND:
             dy = dy.to(narrow).to(tl.float32)
     return dy

@@ -14,8 +14,9 @@ from typing import cast as typed
 import torch
 
 from gpupipe.errors import ConfigError, ShapeError
-from gpupipe.ops import checks, settings
-from gpupipe.ops.activation import Activation, act_pass, known_act, known_share, served
+from gpupipe.ops import activations, checks, settings
+from gpupipe.ops.activation import act_pass, known_share, served
+from gpupipe.ops.activations import AnyActivation
 from gpupipe.ops.linear import reference
 from gpupipe.ops.linear.act_op import linear_act_op
 from gpupipe.ops.linear.autocast import cast
@@ -32,7 +33,7 @@ def linear_act(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    act: Activation = "gelu_tanh",
+    activation: AnyActivation | None = "gelu_tanh",
     residual: torch.Tensor | None = None,
     p: float = 0.0,
     training: bool = True,
@@ -46,7 +47,7 @@ def linear_act(
         weight: (N, K), of the type of x (autocast aside); N even for the gated activations, which multiply the first half of
             the N columns by the activation of the second.
         bias: (N,), of the type of x.
-        act: as in :func:`gpupipe.ops.bias_act_dropout_add`.
+        activation: as in :func:`gpupipe.ops.bias_act_dropout_add`.
         residual: like the result; any floating type.
         p: the share that dropout drops, 0 to 1.
         training: False: nothing is dropped.
@@ -59,9 +60,10 @@ def linear_act(
 
     Raises:
         ShapeError: when an argument does not fit.
-        ConfigError: for another ``act``, or a ``p`` that is no share.
+        ConfigError: for another ``activation``, or a ``p`` that is no share.
     """
-    glu = known_act(act)
+    act = activations.known(activation, gated=True)
+    _, glu = activations.split(act)
     known_share(p)
     checks.floating("x", x)
     _layer(x, weight, bias, "x")
@@ -87,7 +89,7 @@ def mlp(
     weight2: torch.Tensor,
     bias2: torch.Tensor | None = None,
     *,
-    act: Activation = "gelu_tanh",
+    activation: AnyActivation = "gelu_tanh",
     gate: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
     recompute: bool = False,
@@ -103,7 +105,7 @@ def mlp(
         bias1: one value a row of weight1.
         weight2: (N, F).
         bias2: (N,).
-        act: as in :func:`gpupipe.ops.bias_act_dropout_add`, but ``"none"``.
+        activation: as in :func:`gpupipe.ops.bias_act_dropout_add`, but not None.
         gate: (N,), one row a sample (B, N) or (B, 1, N), one a token, or for any other number of x's leading dimensions.
         residual: (..., N), any floating type.
         recompute: keeps no pre-activation either: one more product in the backward.
@@ -114,11 +116,12 @@ def mlp(
 
     Raises:
         ShapeError: when an argument does not fit.
-        ConfigError: for another ``act``.
+        ConfigError: for another ``activation``.
     """
-    glu = known_act(act)
+    act = activations.known(activation, gated=True)
+    _, glu = activations.split(act)
     if act == "none":
-        raise ConfigError("act is 'none'", fix="two linear layers with nothing between them are one: choose an activation")
+        raise ConfigError("activation is None", fix="two linear layers with nothing between them are one: choose an activation")
     checks.floating("x", x)
     _layer(x, weight1, bias1, "x", "weight1", "bias1")
     if glu and weight1.shape[0] % 2:

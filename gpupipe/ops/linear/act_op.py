@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from gpupipe.ops.activation.forward import ACTIVATIONS, launch_act
+from gpupipe.ops import activations
+from gpupipe.ops.activation.forward import launch_act
 from gpupipe.ops.linear.products import back_through_act, back_through_product, pre_and_act, product, weight_gradient
 from gpupipe.ops.op import Op
 
@@ -43,7 +44,7 @@ def _fake(
     conservative: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     wide = weight.shape[0]
-    size = wide // 2 if ACTIVATIONS[act][1] else wide
+    size = wide // 2 if activations.split(act)[1] else wide
     y = x.new_empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype)
     return y, x.new_empty((*x.shape[:-1], wide) if keep and act != "none" else (0,))
 
