@@ -129,7 +129,7 @@ def test_dropout_repeats_in_the_backward_and_drops_its_share() -> None:
 
 def test_a_gradient_alone_is_the_same() -> None:
     given = arguments((2, 5, 16), "geglu", (2, 16))
-    together = dict(zip(given, results(given, act="geglu")[1:], strict=True))
+    together = dict(zip(given, results(given, activation="geglu")[1:], strict=True))
     for wanted in itertools.combinations(given, 2):
         leaves = {name: value.float().requires_grad_(name in wanted) for name, value in given.items()}
         bias_act_dropout_add(**leaves, activation="geglu").square().sum().backward()
@@ -161,7 +161,7 @@ def test_what_is_not_a_number_stays_so() -> None:
 
 def test_repeats_bit_for_bit() -> None:
     given = arguments((4, 33, 72), "gelu_tanh", (4, 72))
-    assert all(torch.equal(a, b) for a, b in zip(*(results(given, act="gelu_tanh") for _ in range(2)), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*(results(given, activation="gelu_tanh") for _ in range(2)), strict=True))
 
 
 def test_torch_accepts_the_ops() -> None:
@@ -197,7 +197,7 @@ def test_errors_name_the_argument() -> None:
     x = torch.randn(2, 3, 8)
     for match, given in (
         ("x is int64", {"x": torch.ones(2, dtype=torch.int64)}),
-        ("2C", {"x": torch.randn(2, 7), "act": "swiglu"}),
+        ("2C", {"x": torch.randn(2, 7), "activation": "swiglu"}),
         ("bias", {"x": x, "bias": torch.randn(7)}),
         ("residual", {"x": x, "residual": torch.randn(2, 3, 7)}),
         ("gate", {"x": x, "gate": torch.randn(3, 8)}),
