@@ -30,7 +30,7 @@ from gpupipe.data import loader as loader_room
 from gpupipe.data import pipeline, prepare
 from gpupipe.data.decode import cpu
 from gpupipe.data.plan import make_plan
-from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform import ClipTransform, affine
 from gpupipe.device.inventory import DecoderCaps
 from gpupipe.errors import ClosedError, ConfigError, DecodeError, DeviceError, GpupipeError, OpenError, SampleError, SourceError
 from gpupipe.telemetry import Telemetry
@@ -542,6 +542,26 @@ def test_no_file_stays_open_after_epochs(folder: Path) -> None:
         for _ in range(3):
             list(loader)
         assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_clip_that_takes_long_is_given_up_when_the_loop_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output at a time: a clip takes many seconds, for which nobody is to wait."""
+    monkeypatch.setattr(affine, "_WORK", 1)
+    begun = threading.Event()
+    original = affine.sample
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(affine, "sample", watched)
+    transform = {"size": 512, "affine": {"degrees": (10, 20)}}
+    with VideoLoader(folder, **{**SMALL, "transform": transform}, decode={"threads": 1}) as loader:
+        iterator = iter(loader)
+        assert begun.wait(60)
+        iterator.close()
+        assert loader.stats()["clips"] == 0
+    assert not threads()
 
 
 SCRIPT = """

@@ -427,7 +427,7 @@ class Pipeline:
                 out = task.assembly.slot(slot, engine.stream)
                 records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
                 clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
-            job.transform.apply_batch(clips)
+            job.transform.apply_batch(clips, self._give_up)
             for each, record in zip(clips, records, strict=True):
                 job.custom.finish(each.out, info, record, job.transform)
             done = engine.stream.record_event() if engine.stream is not None else None
