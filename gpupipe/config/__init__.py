@@ -240,6 +240,8 @@ class LoaderConfig(StageConfig):
                 for one, other in (("stride", "fps"), ("fps", "stride")):  # the one that is named now takes the other's place
                     if name == "clip" and one in part and other not in part:
                         kept.pop(other, None)
+                if isinstance(stage, TransformConfig) and "size" in part and stage.short_side_is_presets:
+                    kept.pop("short_side", None)  # to be that for the new size
                 merged[name] = kept | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 
