@@ -736,6 +736,22 @@ def test_all_files_bad_is_one_clear_error(tmp_path: Path) -> None:
         assert loader.bad_files
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_epoch_of_nothing_but_skipped_clips_is_one_clear_error(size: int, folder: Path, tmp_path: Path) -> None:
+    """A loop that ends at once, with no batch, looks like one that has trained."""
+    rows = [str(tmp_path / f"{k}.mp4") for k in range(7)]
+    batch = {"size": size, "drop_last": False}
+    with VideoLoader(rows, **{**SMALL, "batch": batch}, on_bad_file="skip", shuffle=False) as loader:
+        for _ in range(2):  # each epoch says so
+            with pytest.raises(DecodeError, match=r"all 7 clips of the epoch were skipped, of 7 files: ") as caught:
+                list(loader)
+            assert ", ".join(rows[:5]) + ", …" in caught.value.message
+            assert f"cannot open {rows[0]}" in caught.value.message
+        assert set(loader.bad_files) == set(rows)
+    with VideoLoader([*rows, str(folder / "even/0.mp4")], **{**SMALL, "batch": batch}, on_bad_file="skip") as loader:
+        assert sum(len(batch.clips) for batch in loader) == 1, "one good file is enough"
+
+
 def test_damaged_and_odd_files_amid_good_ones(tricky: Path) -> None:
     with VideoLoader(sorted(map(str, tricky.glob("t*.*"))), **SMALL, seed=2) as loader:
         batches = list(loader)

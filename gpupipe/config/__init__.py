@@ -204,7 +204,8 @@ class LoaderConfig(StageConfig):
     """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
     """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
-    smaller. ``raise``: the loop gets the error. Always counted and named."""
+    smaller; an epoch of which every clip was skipped ends in an error. ``raise``: the loop gets the error. Always counted and
+    named."""
     rank: Annotated[int, Field(ge=0)] | None = None
     """Data-parallel rank of this loader; None: torch.distributed's where it is set up, else the environment's ``RANK``, else 0.
     Ranks that share a model (tensor or context parallel) must get the same samples: give both numbers there."""

@@ -30,7 +30,7 @@ from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipInput, ClipTransform
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
-from gpupipe.data.visit import Task, Visit, further_batches, visits_per_batch
+from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.telemetry import Telemetry
@@ -132,6 +132,8 @@ class Pipeline:
             in_order=job.config.jitter.in_order,
         )
         self._stopping = False
+        self._delivered = first_batch > 0  # an epoch that goes on has delivered before
+        self._skipped: list[Skipped] = []
         self._owner = os.getpid()
         self._streams = _streams(job)
         requests = [request for requests in groups[first_batch:] for request in requests]
@@ -187,12 +189,15 @@ class Pipeline:
         """The next batch and the event that completes it; None after the last.
 
         Raises:
-            GpupipeError: what a thread failed with.
+            GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
             Closed: when the pipeline was stopped.
         """
         ready = self._jitter.take()
         while isinstance(ready, _Skipped):
             ready = self._jitter.take()
+        if ready is None and not self._delivered and self._skipped:
+            raise all_skipped(self._skipped, self._job.bad_files)
+        self._delivered = True
         return ready
 
     def stop(self) -> None:
@@ -379,6 +384,7 @@ class Pipeline:
         if job.config.on_bad_file == "raise":
             raise error
         if job.config.on_bad_file == "skip":
+            self._skipped.append(Skipped(task.number, entry.path, len(task.slots)))
             self._arrived(task, None)
             return None
         if task.request.attempt + 1 >= _MOST_ATTEMPTS:
