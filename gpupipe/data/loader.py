@@ -36,7 +36,7 @@ from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
-from gpupipe.errors import ClosedError, ConfigError, DeviceError
+from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Batch, Entry
 
@@ -188,6 +188,7 @@ class VideoLoader:
     def __iter__(self) -> BatchIterator:
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
             raise _forked()
+        _refuse_inside(self._job, "iter() of a VideoLoader")
         with self._iterating:
             if self._closed:
                 raise ClosedError("this VideoLoader is closed", fix="make a new one")
@@ -218,6 +219,7 @@ class VideoLoader:
         """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
+        _refuse_inside(self._job, "close() of a VideoLoader")
         with self._iterating:
             self._end_iterator("its VideoLoader was closed")
             if not self._closed:
@@ -267,6 +269,7 @@ class BatchIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if os.getpid() != self._owner:
             raise _forked()
+        _refuse_inside(self._job, "next() of a VideoLoader's iterator")
         if self._finished:
             raise StopIteration
         if self._ended is not None:
@@ -302,6 +305,7 @@ class BatchIterator(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends this epoch and its threads; may be called again."""
+        _refuse_inside(self._job, "close() of a VideoLoader's iterator")
         self.end("it was closed")
 
     def end(self, why: str) -> None:
@@ -317,6 +321,15 @@ def _forked() -> ClosedError:
         "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
         fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
     )
+
+
+def _refuse_inside(job: Job, call: str) -> None:
+    """Raises GraphError in a transform of this loader's user, whose own thread the call would wait for."""
+    if job.custom.calling:
+        raise GraphError(
+            f"{call} was called while it makes a clip, in its own before= or after= transform",
+            fix="iterate it from outside; a transform that needs other clips takes a VideoLoader or VideoReader of its own",
+        )
 
 
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
