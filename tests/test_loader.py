@@ -816,6 +816,53 @@ def test_threads_follow_the_decode_engines(engines: int, threads: int, monkeypat
         assert counts(decoder="nvdec") == (threads, 0)
 
 
+@pytest.mark.parametrize(
+    ("told", "group", "gpus", "device", "processes"),
+    [
+        (None, None, 8, "cuda", 24 - 5),
+        ("1", 64, 8, "cuda", 24 - 5),
+        ("2", None, 8, "cuda", 12 - 5),
+        ("4", 64, 1, "cuda", 6 - 5),
+        ("100", None, 8, "cuda", 1),
+        (None, 16, 2, "cuda", 12 - 5),
+        (None, 3, 8, "cuda", 8 - 5),
+        ("4", 2, 0, "cpu", 6),
+        (None, 2, 0, "cpu", 12),
+        (None, None, 0, "cpu", 24),
+    ],
+)
+def test_ranks_share_the_cores_of_their_machine(
+    told: str | None, group: int | None, gpus: int, device: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks with three of four cores each would hold up one another, and the training loops."""
+    for name, stand_in in {
+        "nvdec_caps": lambda *_: DecoderCaps(True, 7, 0, 0, 0, 0, None),
+        "cpu_quota": lambda: 32,
+        "load": lambda _: None,
+        "DecodeEngine": lambda *_, **settings: settings["mode"],
+    }.items():
+        monkeypatch.setattr(loader_room, name, stand_in)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group is not None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: group)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if told is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    config = LoaderConfig(decode={"cpu_workers": "auto"})
+    own, helpers = loader_room._engines(config, torch.device(device), Telemetry())
+    assert len(helpers if device == "cuda" else own) == processes
+    own, helpers = loader_room._engines(LoaderConfig(decode={"cpu_workers": 9}), torch.device(device), Telemetry())
+    assert len(helpers if device == "cuda" else own) == 9, "a number is a number"
+
+
+@pytest.mark.parametrize("told", ["", "0", "-1", "many"])
+def test_a_number_of_local_ranks_that_is_none_is_named(told: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    VideoLoader(folder, **SMALL).close()  # nothing depends on it there
+    with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE={told} is no number of ranks"):
+        VideoLoader(folder, **SMALL, decode={"cpu_workers": "auto"})
+
+
 def test_several_clips_of_a_video_are_decoded_in_one_pass(clips: dict[str, Path]) -> None:
     options: dict[str, Any] = {"transform": {"size": 64, "dtype": "float32"}, "device": "cpu", "seed": 5}
     paths = [clips[name] for name in ("h264", "hevc", "vp9", "mpeg4")]

@@ -136,7 +136,9 @@ class DecodeConfig(StageConfig):
     """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
     it, at low priority, as many of them as measurably add; ``auto``: up to three of four cores, less half a core for each NVDEC
     thread. Helpers work on batches further ahead than ``jitter.depth``. On the CPU: 0 decodes in threads instead, and ``auto``
-    means three of four cores."""
+    means three of four cores. ``auto`` divides the cores by the ranks on this machine: ``LOCAL_WORLD_SIZE``, as torchrun sets
+    it, else those of torch.distributed, at most one for each visible GPU. Give a number where each rank is bound to cores of
+    its own, or where a launcher tells neither."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 

@@ -378,6 +378,24 @@ def _place(config: LoaderConfig) -> tuple[int, int]:
     return rank, world_size
 
 
+def _local_ranks(device: torch.device) -> int:
+    """Ranks that share this machine, as far as they are known: those that the launcher tells of (``LOCAL_WORLD_SIZE``), else
+    those of torch.distributed, of which there are no more here than GPUs.
+
+    Raises:
+        ConfigError: when ``LOCAL_WORLD_SIZE`` is no number of ranks.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    if told is not None:
+        if not told.isdecimal() or int(told) < 1:
+            raise ConfigError(f"LOCAL_WORLD_SIZE={told} is no number of ranks", fix="unset it, or give decode.cpu_workers")
+        return int(told)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    ranks = torch.distributed.get_world_size()
+    return min(ranks, torch.cuda.device_count()) if device.type == "cuda" else ranks
+
+
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -426,8 +444,9 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     """The engines, one a thread, and those that decode in software beside NVDEC.
 
     On the CPU one for each core. On CUDA half again as many as NVDEC has, so that while one thread waits for its last frames,
-    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` beside NVDEC leaves half a core to each of these
-    threads, and a quarter of all to the user: where a cgroup bounds the cores, one process too many holds up all threads.
+    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` goes by this rank's share of the cores. Beside
+    NVDEC it leaves half a core to each of these threads, and a quarter of all to the user: where a cgroup bounds the cores, one
+    process too many holds up all threads.
     """
     decode = config.decode
     hardware = _hardware_threads(decode, device, telemetry)
@@ -447,7 +466,10 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
         ]
 
     cores = cpu_quota()
-    workers = max(1, cores * 3 // 4) if decode.cpu_workers == "auto" else decode.cpu_workers
+    if decode.cpu_workers == "auto":
+        workers = max(1, cores * 3 // (4 * _local_ranks(device)))
+    else:
+        workers = decode.cpu_workers
     if not hardware:
         return engines(workers or decode.threads or cores, processes=workers > 0), []
     threads = decode.threads or hardware
