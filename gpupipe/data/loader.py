@@ -28,6 +28,7 @@ from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
+from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
 from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
@@ -78,6 +79,7 @@ class VideoLoader:
         DeviceError: when the device, or a package that it needs, is not there.
     """
 
+    @within_limit("a VideoLoader cannot be made")
     def __init__(
         self,
         videos: Videos,
@@ -185,6 +187,7 @@ class VideoLoader:
         """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``."""
         return self._batches
 
+    @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
             raise _forked()

@@ -23,6 +23,7 @@ from gpupipe.data.decode import DecodeEngine, Decoder, Helping, Schedule, Unsupp
 from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.limit import within_limit
 from gpupipe.data.order import AUGMENT, Order, clip_generator
 from gpupipe.data.prepare import Prepared, ReadAhead, prepare
 from gpupipe.data.scan.store import make
@@ -309,6 +310,7 @@ class Pipeline:
         error = DecodeError(f"{path}: a decoder was stuck in it for longer than {limit:g} s", fix=_LATE, path=path)
         self._schedule.again(self._after_failure(task, error))
 
+    @within_limit("a clip cannot be made")
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
@@ -338,6 +340,7 @@ class Pipeline:
         if self._job.clips is not None and not visit.decoded:
             self._job.clips.keep(visit.index, visit.plan, decoder, planes, engine.stream)
 
+    @within_limit("a clip cannot be prepared")
     def _prepare(self, task: Task) -> Visit | None:
         """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
         self._ahead.advance()

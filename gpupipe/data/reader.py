@@ -14,6 +14,7 @@ import torch
 from gpupipe.config import PathLike
 from gpupipe.data import index as indices
 from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
+from gpupipe.data.limit import within_limit
 from gpupipe.data.plan import Plan, make_plan
 from gpupipe.data.transform import to_rgb
 from gpupipe.device.inventory import load, resolve_device
@@ -49,6 +50,7 @@ class VideoReader:
         DeviceError: when the device, or a package that it needs, is not there.
     """
 
+    @within_limit("a VideoReader cannot be made")
     def __init__(
         self,
         path: PathLike,
@@ -190,6 +192,7 @@ class VideoReader:
         parts = self._read(plan, copies)
         return [FramePlanes(*(part[slot] for part in parts)) for slot in plan.frame_map]
 
+    @within_limit("frames cannot be read")
     def _read(self, plan: Plan, convert: Callable[[Planes], list[torch.Tensor]]) -> list[torch.Tensor]:
         """What ``convert`` makes of a plan's planes, usable on the caller's stream."""
         with self._reading:
