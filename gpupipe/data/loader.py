@@ -35,6 +35,7 @@ from gpupipe.data.source import Videos, class_names, collect, column_kinds, star
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
+from gpupipe.device import heap
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
@@ -294,6 +295,8 @@ class BatchIterator(Iterator[Batch]):
             self.end(f"it failed with {type(error).__name__}: {error}")
             raise
         self._job.telemetry.count("batches")
+        if self._job.device.type == "cpu":
+            heap.tidy()
         return batch
 
     def _finish(self) -> None:
