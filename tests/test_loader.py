@@ -30,7 +30,7 @@ from gpupipe.data import loader as loader_room
 from gpupipe.data import pipeline, prepare
 from gpupipe.data.decode import cpu
 from gpupipe.data.plan import make_plan
-from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform import ClipTransform, affine
 from gpupipe.device.inventory import DecoderCaps
 from gpupipe.errors import ClosedError, ConfigError, DecodeError, DeviceError, GpupipeError, OpenError, SampleError, SourceError
 from gpupipe.telemetry import Telemetry
@@ -544,6 +544,26 @@ def test_no_file_stays_open_after_epochs(folder: Path) -> None:
         assert len(os.listdir("/proc/self/fd")) <= before
 
 
+def test_a_clip_that_takes_long_is_given_up_when_the_loop_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output at a time: a clip takes many seconds, for which nobody is to wait."""
+    monkeypatch.setattr(affine, "_WORK", 1)
+    begun = threading.Event()
+    original = affine.sample
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        begun.set()
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(affine, "sample", watched)
+    transform = {"size": 512, "affine": {"degrees": (10, 20)}}
+    with VideoLoader(folder, **{**SMALL, "transform": transform}, decode={"threads": 1}) as loader:
+        iterator = iter(loader)
+        assert begun.wait(60)
+        iterator.close()
+        assert loader.stats()["clips"] == 0
+    assert not threads()
+
+
 SCRIPT = """
 import os, sys, time
 from gpupipe import VideoLoader
@@ -716,6 +736,22 @@ def test_all_files_bad_is_one_clear_error(tmp_path: Path) -> None:
         assert loader.bad_files
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_epoch_of_nothing_but_skipped_clips_is_one_clear_error(size: int, folder: Path, tmp_path: Path) -> None:
+    """A loop that ends at once, with no batch, looks like one that has trained."""
+    rows = [str(tmp_path / f"{k}.mp4") for k in range(7)]
+    batch = {"size": size, "drop_last": False}
+    with VideoLoader(rows, **{**SMALL, "batch": batch}, on_bad_file="skip", shuffle=False) as loader:
+        for _ in range(2):  # each epoch says so
+            with pytest.raises(DecodeError, match=r"all 7 clips of the epoch were skipped, of 7 files: ") as caught:
+                list(loader)
+            assert ", ".join(rows[:5]) + ", …" in caught.value.message
+            assert f"cannot open {rows[0]}" in caught.value.message
+        assert set(loader.bad_files) == set(rows)
+    with VideoLoader([*rows, str(folder / "even/0.mp4")], **{**SMALL, "batch": batch}, on_bad_file="skip") as loader:
+        assert sum(len(batch.clips) for batch in loader) == 1, "one good file is enough"
+
+
 def test_damaged_and_odd_files_amid_good_ones(tricky: Path) -> None:
     with VideoLoader(sorted(map(str, tricky.glob("t*.*"))), **SMALL, seed=2) as loader:
         batches = list(loader)
@@ -778,6 +814,53 @@ def test_threads_follow_the_decode_engines(engines: int, threads: int, monkeypat
     assert counts(cpu_workers="auto") == ((threads, beside[engines]) if engines else (3, 0))
     if engines:
         assert counts(decoder="nvdec") == (threads, 0)
+
+
+@pytest.mark.parametrize(
+    ("told", "group", "gpus", "device", "processes"),
+    [
+        (None, None, 8, "cuda", 24 - 5),
+        ("1", 64, 8, "cuda", 24 - 5),
+        ("2", None, 8, "cuda", 12 - 5),
+        ("4", 64, 1, "cuda", 6 - 5),
+        ("100", None, 8, "cuda", 1),
+        (None, 16, 2, "cuda", 12 - 5),
+        (None, 3, 8, "cuda", 8 - 5),
+        ("4", 2, 0, "cpu", 6),
+        (None, 2, 0, "cpu", 12),
+        (None, None, 0, "cpu", 24),
+    ],
+)
+def test_ranks_share_the_cores_of_their_machine(
+    told: str | None, group: int | None, gpus: int, device: str, processes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight ranks with three of four cores each would hold up one another, and the training loops."""
+    for name, stand_in in {
+        "nvdec_caps": lambda *_: DecoderCaps(True, 7, 0, 0, 0, 0, None),
+        "cpu_quota": lambda: 32,
+        "load": lambda _: None,
+        "DecodeEngine": lambda *_, **settings: settings["mode"],
+    }.items():
+        monkeypatch.setattr(loader_room, name, stand_in)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group is not None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: group)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if told is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    config = LoaderConfig(decode={"cpu_workers": "auto"})
+    own, helpers = loader_room._engines(config, torch.device(device), Telemetry())
+    assert len(helpers if device == "cuda" else own) == processes
+    own, helpers = loader_room._engines(LoaderConfig(decode={"cpu_workers": 9}), torch.device(device), Telemetry())
+    assert len(helpers if device == "cuda" else own) == 9, "a number is a number"
+
+
+@pytest.mark.parametrize("told", ["", "0", "-1", "many"])
+def test_a_number_of_local_ranks_that_is_none_is_named(told: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
+    VideoLoader(folder, **SMALL).close()  # nothing depends on it there
+    with pytest.raises(ConfigError, match=f"LOCAL_WORLD_SIZE={told} is no number of ranks"):
+        VideoLoader(folder, **SMALL, decode={"cpu_workers": "auto"})
 
 
 def test_several_clips_of_a_video_are_decoded_in_one_pass(clips: dict[str, Path]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -135,3 +136,37 @@ def test_an_exception_reaches_the_loop_with_the_video(clips: dict[str, Path]) ->
     assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
     with pytest.raises(ConfigError, match="before=3 cannot be called"):
         load(clips, before=3)
+
+
+@pytest.mark.parametrize("call", ["iter", "next", "close", "close of the iterator"])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_transform_that_uses_its_own_loader_is_refused(place: str, call: str, clips: dict[str, Path]) -> None:
+    """Its thread would wait for itself."""
+    made: list[Any] = []
+    ready = threading.Event()
+
+    def greedy(clip: Clip) -> None:
+        assert ready.wait(60)
+        loader, iterator = made
+        {"iter": loader.__iter__, "next": iterator.__next__, "close": loader.close}.get(call, iterator.close)()
+
+    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu", place: greedy}
+    with VideoLoader([str(clips["h264"])] * 2, **settings) as loader:
+        made.extend([loader, iter(loader)])
+        ready.set()
+        with pytest.raises(
+            GraphError, match=f"{call.split(' of ')[0]}.*called while it makes a clip, in its own before= or after="
+        ):
+            next(made[1])
+        assert len(list(VideoLoader([str(clips["h264"])] * 2, **{**settings, place: None}))) == 1, "the process goes on"
+    made.clear()
+
+
+def test_a_transform_may_iterate_another_loader(clips: dict[str, Path]) -> None:
+    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 1, "device": "cpu"}
+
+    def partner(clip: Clip) -> torch.Tensor:
+        with VideoLoader(str(clips["vp9"]), **settings) as other:
+            return (clip.video + next(iter(other)).video[0]) / 2
+
+    assert load(clips, after=partner).video.shape == (2, 3, 3, 20, 24)

@@ -136,7 +136,9 @@ class DecodeConfig(StageConfig):
     """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
     it, at low priority, as many of them as measurably add; ``auto``: up to three of four cores, less half a core for each NVDEC
     thread. Helpers work on batches further ahead than ``jitter.depth``. On the CPU: 0 decodes in threads instead, and ``auto``
-    means three of four cores."""
+    means three of four cores. ``auto`` divides the cores by the ranks on this machine: ``LOCAL_WORLD_SIZE``, as torchrun sets
+    it, else those of torch.distributed, at most one for each visible GPU. Give a number where each rank is bound to cores of
+    its own, or where a launcher tells neither."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 
@@ -204,7 +206,8 @@ class LoaderConfig(StageConfig):
     """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
     """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
-    smaller. ``raise``: the loop gets the error. Always counted and named."""
+    smaller; an epoch of which every clip was skipped ends in an error. ``raise``: the loop gets the error. Always counted and
+    named."""
     rank: Annotated[int, Field(ge=0)] | None = None
     """Data-parallel rank of this loader; None: torch.distributed's where it is set up, else the environment's ``RANK``, else 0.
     Ranks that share a model (tensor or context parallel) must get the same samples: give both numbers there."""
@@ -240,6 +243,8 @@ class LoaderConfig(StageConfig):
                 for one, other in (("stride", "fps"), ("fps", "stride")):  # the one that is named now takes the other's place
                     if name == "clip" and one in part and other not in part:
                         kept.pop(other, None)
+                if isinstance(stage, TransformConfig) and "size" in part and stage.short_side_is_presets:
+                    kept.pop("short_side", None)  # to be that for the new size
                 merged[name] = kept | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 

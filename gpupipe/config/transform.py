@@ -34,7 +34,8 @@ class TransformConfig(StageConfig):
     RGB; automatic augmentation, colour jitter, grayscale, channel drop; blur; normalisation; erasing."""
 
     preset: str | None = None
-    """``kinetics_train``, ``kinetics_eval``, ``videomae`` or ``diffusion``: sets further fields; those given here win."""
+    """``kinetics_train``, ``kinetics_eval``, ``videomae`` or ``diffusion``: sets further fields; those given here win. The
+    ``short_side`` of ``kinetics_eval`` goes with ``size``: 256 / 224 of its shorter side, unless it is given too."""
     size: tuple[Side, Side] = (224, 224)
     """(height, width) of the output in pixels; one number means a square."""
     crop: Literal["random-resized", "random", "center", "three", "multi-scale", "none"] = "random-resized"
@@ -109,6 +110,11 @@ class TransformConfig(StageConfig):
         return cls(preset=value) if isinstance(value, str) else super().parse(value)
 
     @property
+    def short_side_is_presets(self) -> bool:
+        """Whether the short side is what the preset makes of ``size``."""
+        return self.preset is not None and self.short_side == preset(self.preset, self.size).get("short_side")
+
+    @property
     def crops(self) -> int:
         """Clips that show the same frames, each another part of the picture."""
         return 3 if self.crop == "three" else 1
@@ -119,7 +125,7 @@ class TransformConfig(StageConfig):
         if isinstance(values, str):
             values = {"preset": values}
         if isinstance(values, dict) and values.get("preset") is not None:
-            fields = preset(values["preset"]) | values
+            fields = preset(values["preset"], values.get("size")) | values
             if fields.get("crop") not in WINDOWS and "short_side" not in values:  # the preset's belongs to the preset's crop
                 fields.pop("short_side", None)
             return fields

@@ -6,7 +6,6 @@ error with a name, where a map would end the process with SIGBUS; and from the p
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from gpupipe.errors import DeviceError, GpupipeError, OpenError
+from gpupipe.data.limit import no_more_files, too_many
+from gpupipe.errors import GpupipeError, OpenError
 
 _ADVICE_BYTES = 128 << 10
 """Bytes of one piece of advice. Linux reads no more for it than the device's read-ahead window, which is seldom smaller."""
@@ -146,7 +146,7 @@ class LocalFile:
 
 
 def _cannot_open(path: str, error: OSError | ValueError) -> GpupipeError:
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of this file
-        return DeviceError(f"cannot open {path}: {error.strerror}", fix="raise the limit of open files (ulimit -n)", path=path)
+    if too_many(error):  # no fault of this file
+        return no_more_files(f"cannot open {path}", path)
     reason = getattr(error, "strerror", None) or error
     return OpenError(f"cannot open {path}: {reason}", fix="check the path and its permissions", path=path)

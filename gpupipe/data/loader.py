@@ -28,15 +28,17 @@ from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
+from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
 from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
+from gpupipe.device import heap
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
-from gpupipe.errors import ClosedError, ConfigError, DeviceError
+from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Batch, Entry
 
@@ -78,6 +80,7 @@ class VideoLoader:
         DeviceError: when the device, or a package that it needs, is not there.
     """
 
+    @within_limit("a VideoLoader cannot be made")
     def __init__(
         self,
         videos: Videos,
@@ -185,9 +188,11 @@ class VideoLoader:
         """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``."""
         return self._batches
 
+    @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
             raise _forked()
+        _refuse_inside(self._job, "iter() of a VideoLoader")
         with self._iterating:
             if self._closed:
                 raise ClosedError("this VideoLoader is closed", fix="make a new one")
@@ -218,6 +223,7 @@ class VideoLoader:
         """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
+        _refuse_inside(self._job, "close() of a VideoLoader")
         with self._iterating:
             self._end_iterator("its VideoLoader was closed")
             if not self._closed:
@@ -267,6 +273,7 @@ class BatchIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if os.getpid() != self._owner:
             raise _forked()
+        _refuse_inside(self._job, "next() of a VideoLoader's iterator")
         if self._finished:
             raise StopIteration
         if self._ended is not None:
@@ -288,6 +295,8 @@ class BatchIterator(Iterator[Batch]):
             self.end(f"it failed with {type(error).__name__}: {error}")
             raise
         self._job.telemetry.count("batches")
+        if self._job.device.type == "cpu":
+            heap.tidy()
         return batch
 
     def _finish(self) -> None:
@@ -302,6 +311,7 @@ class BatchIterator(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends this epoch and its threads; may be called again."""
+        _refuse_inside(self._job, "close() of a VideoLoader's iterator")
         self.end("it was closed")
 
     def end(self, why: str) -> None:
@@ -317,6 +327,15 @@ def _forked() -> ClosedError:
         "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
         fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
     )
+
+
+def _refuse_inside(job: Job, call: str) -> None:
+    """Raises GraphError in a transform of this loader's user, whose own thread the call would wait for."""
+    if job.custom.calling:
+        raise GraphError(
+            f"{call} was called while it makes a clip, in its own before= or after= transform",
+            fix="iterate it from outside; a transform that needs other clips takes a VideoLoader or VideoReader of its own",
+        )
 
 
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
@@ -363,6 +382,24 @@ def _place(config: LoaderConfig) -> tuple[int, int]:
     if rank >= world_size:
         raise ConfigError(f"rank={rank} needs world_size > {rank}, got {world_size}", fix="give both")
     return rank, world_size
+
+
+def _local_ranks(device: torch.device) -> int:
+    """Ranks that share this machine, as far as they are known: those that the launcher tells of (``LOCAL_WORLD_SIZE``), else
+    those of torch.distributed, of which there are no more here than GPUs.
+
+    Raises:
+        ConfigError: when ``LOCAL_WORLD_SIZE`` is no number of ranks.
+    """
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    if told is not None:
+        if not told.isdecimal() or int(told) < 1:
+            raise ConfigError(f"LOCAL_WORLD_SIZE={told} is no number of ranks", fix="unset it, or give decode.cpu_workers")
+        return int(told)
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 1
+    ranks = torch.distributed.get_world_size()
+    return min(ranks, torch.cuda.device_count()) if device.type == "cuda" else ranks
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
@@ -413,8 +450,9 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     """The engines, one a thread, and those that decode in software beside NVDEC.
 
     On the CPU one for each core. On CUDA half again as many as NVDEC has, so that while one thread waits for its last frames,
-    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` beside NVDEC leaves half a core to each of these
-    threads, and a quarter of all to the user: where a cgroup bounds the cores, one process too many holds up all threads.
+    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` goes by this rank's share of the cores. Beside
+    NVDEC it leaves half a core to each of these threads, and a quarter of all to the user: where a cgroup bounds the cores, one
+    process too many holds up all threads.
     """
     decode = config.decode
     hardware = _hardware_threads(decode, device, telemetry)
@@ -434,7 +472,10 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
         ]
 
     cores = cpu_quota()
-    workers = max(1, cores * 3 // 4) if decode.cpu_workers == "auto" else decode.cpu_workers
+    if decode.cpu_workers == "auto":
+        workers = max(1, cores * 3 // (4 * _local_ranks(device)))
+    else:
+        workers = decode.cpu_workers
     if not hardware:
         return engines(workers or decode.threads or cores, processes=workers > 0), []
     threads = decode.threads or hardware

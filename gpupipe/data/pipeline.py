@@ -23,6 +23,7 @@ from gpupipe.data.decode import DecodeEngine, Decoder, Helping, Schedule, Unsupp
 from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.limit import within_limit
 from gpupipe.data.order import AUGMENT, Order, clip_generator
 from gpupipe.data.prepare import Prepared, ReadAhead, prepare
 from gpupipe.data.scan.store import make
@@ -30,7 +31,7 @@ from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipInput, ClipTransform
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
-from gpupipe.data.visit import Task, Visit, further_batches, visits_per_batch
+from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.telemetry import Telemetry
@@ -132,6 +133,8 @@ class Pipeline:
             in_order=job.config.jitter.in_order,
         )
         self._stopping = False
+        self._delivered = first_batch > 0  # an epoch that goes on has delivered before
+        self._skipped: list[Skipped] = []
         self._owner = os.getpid()
         self._streams = _streams(job)
         requests = [request for requests in groups[first_batch:] for request in requests]
@@ -187,12 +190,15 @@ class Pipeline:
         """The next batch and the event that completes it; None after the last.
 
         Raises:
-            GpupipeError: what a thread failed with.
+            GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
             Closed: when the pipeline was stopped.
         """
         ready = self._jitter.take()
         while isinstance(ready, _Skipped):
             ready = self._jitter.take()
+        if ready is None and not self._delivered and self._skipped:
+            raise all_skipped(self._skipped, self._job.bad_files)
+        self._delivered = True
         return ready
 
     def stop(self) -> None:
@@ -304,6 +310,7 @@ class Pipeline:
         error = DecodeError(f"{path}: a decoder was stuck in it for longer than {limit:g} s", fix=_LATE, path=path)
         self._schedule.again(self._after_failure(task, error))
 
+    @within_limit("a clip cannot be made")
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
@@ -333,6 +340,7 @@ class Pipeline:
         if self._job.clips is not None and not visit.decoded:
             self._job.clips.keep(visit.index, visit.plan, decoder, planes, engine.stream)
 
+    @within_limit("a clip cannot be prepared")
     def _prepare(self, task: Task) -> Visit | None:
         """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
         self._ahead.advance()
@@ -379,6 +387,7 @@ class Pipeline:
         if job.config.on_bad_file == "raise":
             raise error
         if job.config.on_bad_file == "skip":
+            self._skipped.append(Skipped(task.number, entry.path, len(task.slots)))
             self._arrived(task, None)
             return None
         if task.request.attempt + 1 >= _MOST_ATTEMPTS:
@@ -427,7 +436,7 @@ class Pipeline:
                 out = task.assembly.slot(slot, engine.stream)
                 records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
                 clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
-            job.transform.apply_batch(clips)
+            job.transform.apply_batch(clips, self._give_up)
             for each, record in zip(clips, records, strict=True):
                 job.custom.finish(each.out, info, record, job.transform)
             done = engine.stream.record_event() if engine.stream is not None else None

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from gpupipe.data.child import Child, ChildEnded
+from gpupipe.data.limit import most_open
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import DecodeError, DeviceError, OpenError
@@ -162,7 +163,8 @@ class DecodeProcess:
 def _no_process(why: str) -> DeviceError:
     return DeviceError(
         f"a process that decodes in software cannot be started: {why}",
-        fix="free processes, memory or open files (ulimit), or set decode.cpu_workers to 0 on the CPU",
+        fix=f"free processes, memory or open files (there may be {most_open()}: ulimit -n), or set decode.cpu_workers to 0 on "
+        "the CPU",
     )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import LocalFile
+from gpupipe.data.limit import no_more_files, too_many
 from gpupipe.errors import OpenError
 
 _WITHOUT_PICTURES = {"skip_frame": "all"}
@@ -22,12 +23,15 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
 
     Raises:
         OpenError: when it cannot be opened or has no video.
+        DeviceError: when the process may open no more files.
     """
     import av
 
     try:
         container = av.open(path, options=_WITHOUT_PICTURES if _tells_all(path) else {})
     except (av.error.FFmpegError, OSError, ValueError) as error:
+        if too_many(error):
+            raise no_more_files(f"cannot open {path}", path) from error
         reason = getattr(error, "strerror", None) or error
         fix = "is the file whole, and a video?"
         if _tells_all(path):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gpupipe.config import TransformConfig
+from gpupipe.data.stop import Stop, never
 from gpupipe.data.transform import draw as drawing
 from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
@@ -94,7 +95,7 @@ class ClipTransform:
         """Writes one clip into ``out``: :meth:`apply_batch` with one clip, whose fields the arguments are."""
         self.apply_batch([ClipInput(planes, info, params, frame_map, out, blend)])
 
-    def apply_batch(self, clips: Sequence[ClipInput]) -> None:
+    def apply_batch(self, clips: Sequence[ClipInput], stop: Stop = never) -> None:
         """Writes clips into their slots, which are on one device; on CUDA on the current stream.
 
         There, clips that are cut, resized bilinearly, turned by quarters and flipped share one launch, changes of colour that
@@ -102,7 +103,12 @@ class ClipTransform:
         contrast, and one for those that are blurred. A launch has room for eight clips and 512 frames. Blended clips and those
         with other changes of colour are made one by one. A clip's bits do not depend on what else is in the batch.
 
+        Args:
+            clips: what to make, and where.
+            stop: asked amid long work on the CPU.
+
         Raises:
+            Stopped: when ``stop()`` turned true.
             GraphError: when a clip's ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
         """
         for clip in clips:
@@ -111,7 +117,7 @@ class ClipTransform:
         if left:
             with torch.no_grad(), torch.autocast(device_type=left[0].out.device.type, enabled=False):
                 for clip in left:
-                    self._apply(clip)
+                    self._apply(clip, stop)
         if self.config.erasing is not None:
             with torch.no_grad():
                 for clip in clips:
@@ -138,14 +144,15 @@ class ClipTransform:
         if out.device.type not in ("cpu", "cuda"):
             raise GraphError(f"clips are made on CPU and CUDA devices, not on {out.device}", path=info.path)
 
-    def _apply(self, clip: ClipInput) -> None:
+    def _apply(self, clip: ClipInput, stop: Stop) -> None:
         """Makes one clip, whatever its parameters; all but what is erased."""
         params, frame_map, blend = clip.params, clip.frame_map, clip.blend
         out = self._frames_first(clip.out)
         if not params.frames:
-            self._make(clip.planes, clip.info, params, frame_map, out, blend)
+            self._make(clip.planes, clip.info, params, frame_map, out, blend, stop)
         for t, each in enumerate(params.frames):
-            self._make(clip.planes, clip.info, each, frame_map[t :: self.frames], out[t : t + 1], blend[t : t + 1])
+            frames = frame_map[t :: self.frames]
+            self._make(clip.planes, clip.info, each, frames, out[t : t + 1], blend[t : t + 1], stop)
 
     def _frames_first(self, out: torch.Tensor) -> torch.Tensor:
         """(T, 3, H, W), a view."""
@@ -181,10 +188,12 @@ class ClipTransform:
         frame_map: Sequence[int],
         out: torch.Tensor,
         blend: Sequence[float],
+        stop: Stop,
     ) -> None:
         """``out`` is (T, 3, H, W) of any strides."""
         config = self.config
-        picture = Picture(planes, info, config.untagged_matrix, config.untagged_range, config.interpolation, config.antialias)
+        tags = config.untagged_matrix, config.untagged_range
+        picture = Picture(planes, info, *tags, config.interpolation, config.antialias, stop)
         folded, ops = (np.eye(CHANNELS), params.color) if config.clamp else fold(params.color)
         if ops or params.blur or blend:
             dtype = torch.float64 if out.dtype == torch.float64 else torch.float32

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -48,6 +49,12 @@ class Custom:
     untagged_range: str = "limited"
     _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
     """Whether floats that ``before`` gave were looked at."""
+    _thread: threading.local = field(default_factory=threading.local, compare=False, repr=False)
+
+    @property
+    def calling(self) -> bool:
+        """Whether the calling thread is inside of one of these."""
+        return getattr(self._thread, "calling", False)
 
     def prepare(
         self, planes: Planes, info: VideoInfo, frame_map: Sequence[int], pick: FramePick, request: ClipRequest, number: int
@@ -112,12 +119,15 @@ class Custom:
         slot.copy_(video)
 
     def _call(self, name: str, function: UserTransform, clip: Clip) -> torch.Tensor:
+        self._thread.calling = True
         try:
             with torch.no_grad():  # a batch is data: nothing is learnt through it
                 given = function(clip)
         except Exception as error:
             error.add_note(f"raised by the transform {name}={function!r} for {clip.info.path}")
             raise
+        finally:
+            self._thread.calling = False
         video = clip.video if given is None else given.video if isinstance(given, Clip) else given
         if not isinstance(video, torch.Tensor):
             raise GraphError(f"{name}= gave a {type(video).__name__}, not a tensor, a Clip or None", path=clip.info.path)
