@@ -601,7 +601,7 @@ def test_ctrl_c_ends_the_loop_at_once(folder: Path, body: str) -> None:
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
     code, errors = ends(process, 10)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 6  # on a busy machine too
     assert code == -signal.SIGINT
     assert errors.count("Traceback") == 1
     assert errors.strip().endswith("KeyboardInterrupt")
