@@ -12,7 +12,7 @@ from plane_cases import make_format, make_info, make_planes
 from gpupipe import Batch, ConfigError, VideoLoader, VideoReader
 from gpupipe.data.transform import to_rgb
 from gpupipe.data.transform.custom import Custom, _as_planes
-from gpupipe.errors import GraphError
+from gpupipe.errors import GraphError, OpenError
 from gpupipe.types import Clip, ClipRequest, FramePick
 
 TRANSFORM: dict[str, Any] = {"size": (20, 24), "dtype": "float32"}
@@ -135,3 +135,21 @@ def test_an_exception_reaches_the_loop_with_the_video(clips: dict[str, Path]) ->
     assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
     with pytest.raises(ConfigError, match="before=3 cannot be called"):
         load(clips, before=3)
+
+
+def test_the_end_of_its_own_iterator_is_not_the_loops(clips: dict[str, Path]) -> None:
+    numbers = iter(range(1))
+    with pytest.raises(RuntimeError, match=f"StopIteration was raised by the transform before=.* for {clips['h264']}"):
+        load(clips, before=lambda clip: next(numbers) or None)
+
+
+def test_an_error_of_gpupipe_in_it_is_not_the_videos(clips: dict[str, Path], tmp_path: Path) -> None:
+    def reads_another(clip: Clip) -> None:
+        VideoReader(tmp_path / "missing.mp4", device="cpu")
+
+    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu"}
+    with VideoLoader([str(clips["h264"])] * 2, before=reads_another, **settings) as loader:
+        with pytest.raises(OpenError, match=r"missing\.mp4") as caught:
+            next(iter(loader))
+        assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
+        assert loader.bad_files == {}

@@ -29,7 +29,7 @@ from gpupipe.data.scan.store import make
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipInput, ClipTransform
-from gpupipe.data.transform.custom import NO_CUSTOM, Custom
+from gpupipe.data.transform.custom import NO_CUSTOM, CallFailed, Custom
 from gpupipe.data.visit import Task, Visit, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
@@ -278,7 +278,7 @@ class Pipeline:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        self._jitter.fail(error)
+        self._jitter.fail(error.error if isinstance(error, CallFailed) else error)
         self._schedule.close()
 
     def _successor(self, worker: Worker[DecodeEngine, Task | Visit]) -> DecodeEngine:

@@ -11,6 +11,7 @@ import torch
 from gpupipe.data.order import AFTER, BEFORE, clip_generator
 from gpupipe.data.transform import ClipTransform, to_rgb
 from gpupipe.device.memory import PITCH_BYTES
+from gpupipe.device.stream import stage
 from gpupipe.errors import GraphError
 from gpupipe.types import Clip, ClipRecord, ClipRequest, FramePick, PlaneFormat, Planes, VideoInfo
 
@@ -18,6 +19,14 @@ _BEYOND = 4.0
 """Floats beyond this are taken for codes of 8 bits: a filter may overshoot 1, but not so far."""
 UserTransform = Callable[[Clip], "Clip | torch.Tensor | None"]
 """Gives the new pixels, or the clip that holds them, or None when it has changed ``clip.video`` in place."""
+
+
+class CallFailed(Exception):
+    """A user's function raised ``error``: none of its kinds may be taken for an error of the video, or for the epoch's end."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
 
 
 class Source(NamedTuple):
@@ -59,6 +68,7 @@ class Custom:
 
         Raises:
             GraphError: when ``before`` gives something that is no frames.
+            CallFailed: when it raises.
         """
         if self.before is None:
             return Source(planes, info, frame_map, pick.blend)
@@ -96,6 +106,7 @@ class Custom:
 
         Raises:
             GraphError: when ``after`` gives another shape or dtype.
+            CallFailed: when it raises.
         """
         if self.after is None:
             return
@@ -113,11 +124,14 @@ class Custom:
 
     def _call(self, name: str, function: UserTransform, clip: Clip) -> torch.Tensor:
         try:
-            with torch.no_grad():  # a batch is data: nothing is learnt through it
+            with stage("transform", clip.info.path), torch.no_grad():  # a batch is data: nothing is learnt through it
                 given = function(clip)
         except Exception as error:
-            error.add_note(f"raised by the transform {name}={function!r} for {clip.info.path}")
-            raise
+            note = f"raised by the transform {name}={function!r} for {clip.info.path}"
+            if isinstance(error, StopIteration):  # as in a generator (PEP 479): next() of the loader would end the loop by it
+                raise CallFailed(RuntimeError(f"StopIteration was {note}")) from error
+            error.add_note(note)
+            raise CallFailed(error) from error
         video = clip.video if given is None else given.video if isinstance(given, Clip) else given
         if not isinstance(video, torch.Tensor):
             raise GraphError(f"{name}= gave a {type(video).__name__}, not a tensor, a Clip or None", path=clip.info.path)
