@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +14,18 @@ import torch
 from plane_cases import make_format, make_info, make_planes
 
 from gpupipe import Batch, ConfigError, VideoLoader, VideoReader
+from gpupipe.data import pipeline
 from gpupipe.data.transform import to_rgb
 from gpupipe.data.transform.custom import Custom, _as_planes
-from gpupipe.errors import GraphError, OpenError
+from gpupipe.errors import GpupipeError, GraphError, OpenError
 from gpupipe.types import Clip, ClipRequest, FramePick
 
 TRANSFORM: dict[str, Any] = {"size": (20, 24), "dtype": "float32"}
+PLAIN: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu"}
 
 
 def load(clips: dict[str, Path], **given: Any) -> Batch:
-    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu"}
-    with VideoLoader([str(clips["h264"])] * 2, **settings | given) as loader:
+    with VideoLoader([str(clips["h264"])] * 2, **PLAIN | given) as loader:
         return next(iter(loader))
 
 
@@ -147,9 +152,67 @@ def test_an_error_of_gpupipe_in_it_is_not_the_videos(clips: dict[str, Path], tmp
     def reads_another(clip: Clip) -> None:
         VideoReader(tmp_path / "missing.mp4", device="cpu")
 
-    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu"}
-    with VideoLoader([str(clips["h264"])] * 2, before=reads_another, **settings) as loader:
+    with VideoLoader([str(clips["h264"])] * 2, before=reads_another, **PLAIN) as loader:
         with pytest.raises(OpenError, match=r"missing\.mp4") as caught:
             next(iter(loader))
         assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
         assert loader.bad_files == {}
+
+
+class Hangs:
+    """A transform that waits for what does not come, until the test is over."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    def __call__(self, clip: Clip) -> None:
+        self.begun.set()
+        self.over.wait(60)
+
+
+@pytest.fixture
+def hangs() -> Iterator[Hangs]:
+    made = Hangs()
+    yield made
+    made.over.set()
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_one_that_hangs_is_named(clips: dict[str, Path], hangs: Hangs, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_GRACE_SECONDS", 0.5)
+    with VideoLoader([str(clips["h264"])] * 2, **PLAIN, **{place: hangs}, decode={"limit_seconds": 1}) as loader:
+        with pytest.raises(GpupipeError, match=f"the transform {place}=.*Hangs.* at work on {clips['h264']}") as caught:
+            next(iter(loader))
+        assert "limit_seconds" in str(caught.value)
+        assert loader.bad_files == {}
+
+
+def test_one_that_hangs_does_not_hold_up_the_end(
+    clips: dict[str, Path], hangs: Hangs, caplog: pytest.LogCaptureFixture
+) -> None:
+    with VideoLoader([str(clips["h264"])] * 4, **PLAIN, before=hangs, decode={"threads": 2}) as loader:
+        batches = iter(loader)
+        assert hangs.begun.wait(60)
+        begin = time.monotonic()
+        with caplog.at_level(logging.WARNING, "gpupipe"):
+            batches.close()
+        assert time.monotonic() - begin < 30
+        assert f"before={hangs!r} at work on {clips['h264']}" in caplog.text
+        hangs.over.set()
+        assert len(list(loader)) == 2
+
+
+def test_at_the_end_no_further_call_begins(clips: dict[str, Path]) -> None:
+    calls: list[int] = []
+
+    def slow(clip: Clip) -> None:
+        calls.append(1)
+        time.sleep(0.2)
+
+    settings = PLAIN | {"clip": {"frames": 3, "clips_per_video": 64}, "batch": 64}
+    with VideoLoader([str(clips["h264"])], **settings, before=slow, decode={"threads": 1}) as loader:
+        batches = iter(loader)
+        while not calls:
+            time.sleep(0.01)
+        batches.close()
+    assert len(calls) < 32

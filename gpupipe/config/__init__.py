@@ -131,7 +131,7 @@ class DecodeConfig(StageConfig):
     that this process may use."""
     limit_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long one visit to a video may take. After that it is a bad file, even when a thread is stuck in native code: that
-    thread is given up and replaced."""
+    thread is given up and replaced. A call of a transform of your own may take as long too; then the loop gets an error."""
     cpu_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = 0
     """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
     it, at low priority, as many of them as measurably add; ``auto``: up to three of four cores, less half a core for each NVDEC

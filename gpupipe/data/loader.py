@@ -28,8 +28,9 @@ from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
+from gpupipe.data.job import Job
 from gpupipe.data.order import Order
-from gpupipe.data.pipeline import Job, Pipeline
+from gpupipe.data.pipeline import Pipeline
 from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform

@@ -29,6 +29,25 @@ class CallFailed(Exception):
         self.error = error
 
 
+class Call(NamedTuple):
+    """A user's function at work on a video: in it a thread may hang for ever."""
+
+    name: str
+    function: UserTransform
+    path: str
+
+    def __str__(self) -> str:
+        return f"the transform {self.name}={self.function!r} at work on {self.path}"
+
+
+Watch = Callable[[Call | None], None]
+"""Told of a call before it begins, and with None after its end."""
+
+
+def unwatched(call: Call | None) -> None:
+    """For calls that nobody watches."""
+
+
 class Source(NamedTuple):
     """What a clip is made of: as :meth:`ClipTransform.apply` wants it."""
 
@@ -59,7 +78,14 @@ class Custom:
     """Whether floats that ``before`` gave were looked at."""
 
     def prepare(
-        self, planes: Planes, info: VideoInfo, frame_map: Sequence[int], pick: FramePick, request: ClipRequest, number: int
+        self,
+        planes: Planes,
+        info: VideoInfo,
+        frame_map: Sequence[int],
+        pick: FramePick,
+        request: ClipRequest,
+        number: int,
+        watch: Watch = unwatched,
     ) -> Source:
         """The frames of clip ``number`` of a request, changed by ``before``.
 
@@ -83,7 +109,7 @@ class Custom:
             now, following = rgb.float().chunk(2)
             shares = torch.tensor(pick.blend, dtype=torch.float32, device=rgb.device).view(-1, 1, 1, 1)
             rgb = now.lerp_(following, shares).round_().to(torch.uint8)
-        video = self._call("before", self.before, Clip(rgb, info, pick, clip_generator(request, BEFORE, number)))
+        video = self._call("before", self.before, Clip(rgb, info, pick, clip_generator(request, BEFORE, number)), watch)
         if video.ndim != 4 or video.shape[:2] != rgb.shape[:2] or 0 in video.shape:
             raise GraphError(f"before= gave {tuple(video.shape)}, not ({len(rgb)}, 3, H, W)", path=info.path)
         if video.device != rgb.device:
@@ -101,7 +127,9 @@ class Custom:
             raise GraphError(f"before= gave {video.dtype}, not uint8 or a floating-point type", path=info.path)
         return Source(*_as_planes(video, info), range(len(video)))
 
-    def finish(self, slot: torch.Tensor, info: VideoInfo, record: ClipRecord, transform: ClipTransform) -> None:
+    def finish(
+        self, slot: torch.Tensor, info: VideoInfo, record: ClipRecord, transform: ClipTransform, watch: Watch = unwatched
+    ) -> None:
         """Changes a finished clip in its slot by ``after``.
 
         Raises:
@@ -111,7 +139,7 @@ class Custom:
         if self.after is None:
             return
         rng = clip_generator(record.request, AFTER, record.clip)
-        video = self._call("after", self.after, Clip(slot, info, record.pick, rng, record.params))
+        video = self._call("after", self.after, Clip(slot, info, record.pick, rng, record.params), watch)
         if video is slot:
             return
         if tuple(video.shape) != transform.clip_shape or video.dtype != transform.dtype or video.device != slot.device:
@@ -122,7 +150,8 @@ class Custom:
             )
         slot.copy_(video)
 
-    def _call(self, name: str, function: UserTransform, clip: Clip) -> torch.Tensor:
+    def _call(self, name: str, function: UserTransform, clip: Clip, watch: Watch) -> torch.Tensor:
+        watch(Call(name, function, clip.info.path))
         try:
             with stage("transform", clip.info.path), torch.no_grad():  # a batch is data: nothing is learnt through it
                 given = function(clip)
@@ -132,6 +161,8 @@ class Custom:
                 raise CallFailed(RuntimeError(f"StopIteration was {note}")) from error
             error.add_note(note)
             raise CallFailed(error) from error
+        finally:
+            watch(None)
         video = clip.video if given is None else given.video if isinstance(given, Clip) else given
         if not isinstance(video, torch.Tensor):
             raise GraphError(f"{name}= gave a {type(video).__name__}, not a tensor, a Clip or None", path=clip.info.path)
