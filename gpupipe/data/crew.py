@@ -162,14 +162,14 @@ class Crew(Generic[Engine, Work]):
             while worker.thread is not None and worker.thread.ident is not None and worker.thread.is_alive():
                 if worker.given_up:  # by the join before
                     break
-                begin = time.monotonic()
-                worker.thread.join(self._interval)
-                self._looks += min(1.0, (time.monotonic() - begin) / self._interval)
                 work = worker.give_up_if_late(self._limit, ending=True)
                 if work is not None:
                     self._forget(worker)
                     self._left(work)
                     break
+                begin = time.monotonic()
+                worker.thread.join(self._interval)
+                self._looks += min(1.0, (time.monotonic() - begin) / self._interval)
 
     @property
     def _interval(self) -> float:
