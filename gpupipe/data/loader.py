@@ -347,6 +347,8 @@ def _place(config: LoaderConfig) -> tuple[int, int]:
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    elif config.rank is not None and config.world_size is not None:  # then the environment's do not count, whatever they are
+        rank, ranks = config.rank, config.world_size
     else:
         given = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if "RANK" not in os.environ and given[1] != "1" and config.rank is None and config.world_size != 1:
