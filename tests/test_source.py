@@ -273,6 +273,17 @@ def test_range_reads_stop_at_the_end(tmp_path: Path) -> None:
         LocalFile(str(tmp_path / "none"))
 
 
+def test_the_folder_above_a_linked_one_is_that_which_the_kernel_finds(tmp_path: Path) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "far" / "clip.mp4").write_bytes(b"far")
+    (tmp_path / "clip.mp4").write_bytes(b"another")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "inner")
+    identity = Identity.of(f"{tmp_path}/link/../clip.mp4")
+    assert Path(identity.path).read_bytes() == b"far"
+    assert identity == Identity.of(str(tmp_path / "far" / "clip.mp4"))
+    assert Identity.of(f"{tmp_path}/link/./../inner/..//clip.mp4") == identity
+
+
 def test_classes_keep_their_numbers_in_a_set_that_lacks_some(tmp_path: Path) -> None:
     for name in ("train/a/1.mp4", "train/b/2.mp4", "train/c/3.mp4", "val/b/4.mp4", "val/c/5.mp4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
