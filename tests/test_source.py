@@ -12,8 +12,8 @@ import pytest
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
-from gpupipe.data.source import collect, column_kinds, start_frame
-from gpupipe.errors import OpenError, SourceError
+from gpupipe.data.source import class_names, collect, column_kinds, start_frame
+from gpupipe.errors import ConfigError, OpenError, SourceError
 from gpupipe.types import Entry
 
 CONFIG = SourceConfig()
@@ -213,8 +213,30 @@ def test_labels_by_folder_number_the_sorted_names(tree: Path) -> None:
     (tree / "top.webm").unlink()
     entries = collect([tree / "b", tree / "a"], SourceConfig(label_from="folder"))
     assert [entry.columns["label"] for entry in entries] == [1, 0, 0]
-    row = collect([{"path": "b/1.mp4", "label": 9}, "a/1.mp4"], SourceConfig(label_from="folder"))
-    assert [entry.columns["label"] for entry in row] == [9, 0], "a row's own label goes first"
+    with pytest.raises(SourceError, match=r"1\.mp4 has a label of its own, 9, beside label_from='folder'"):
+        collect([{"path": "b/1.mp4", "label": 9}, "a/1.mp4"], SourceConfig(label_from="folder"))
+
+
+def test_a_class_is_the_folder_however_the_path_is_written(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree / "a")
+    written = ["1.mp4", "./1.mp4", "../a/1.mp4", str(tree / "a" / "1.mp4"), "../b/1.mp4", "inner/../1.mp4"]
+    (tree / "a" / "inner").mkdir(exist_ok=True)
+    entries = collect(written, SourceConfig(label_from="folder"))
+    assert [entry.columns["label"] for entry in entries] == [0, 0, 0, 0, 1, 0]
+    assert class_names(entries) == ("a", "b")
+    with pytest.raises(SourceError, match=r"/1\.mp4 lies in no folder that has a name"):
+        collect(["/1.mp4"], SourceConfig(label_from="folder"))
+
+
+def test_a_link_to_a_folder_is_a_class_of_its_own_name(tree: Path) -> None:
+    (tree / "link").symlink_to(tree / "a")
+    entries = collect([tree / "link" / "1.mp4"], SourceConfig(label_from="folder"))
+    assert class_names(entries) == ("link",)
+
+
+def test_each_class_has_one_number() -> None:
+    with pytest.raises(ConfigError, match=r"SourceConfig\.classes: 'b' is there twice"):
+        SourceConfig(classes=("b", "b", "c"))
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class SourceConfig(StageConfig):
     recursive: bool = True
     """Look into the folders inside a folder too."""
     label_from: Literal["column", "folder"] = "column"
-    """``folder``: the label is the position of the video's parent folder's name among ``classes``."""
+    """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
     classes: tuple[str, ...] = ()
     """Names of the folders in the order of their numbers; none: those that are there, sorted. Give a validation set the
     ``classes`` of the training loader: it may lack some."""
@@ -64,6 +64,14 @@ class SourceConfig(StageConfig):
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
     label_column: str = "label"
     """The column of a table that holds the label; in the batch it is ``label`` whatever its name here."""
+
+    @field_validator("classes")
+    @classmethod
+    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        twice = next((name for name in value if value.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} is there twice: each class has one number")
+        return value
 
 
 class ClipConfig(StageConfig):

@@ -103,6 +103,8 @@ class VideoLoader:
         entries = collect(videos, self.config.source)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
+        by_folder = self.config.source.label_from == "folder"
+        self._classes = (self.config.source.classes or class_names(entries)) if by_folder else ()
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
         kinds = column_kinds(entries, self.config.columns)
         if self.config.transform.mix is not None:
@@ -163,9 +165,7 @@ class VideoLoader:
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes in the order of their numbers, with ``label_from="folder"``; else none."""
-        if self.config.source.label_from != "folder":
-            return ()
-        return self.config.source.classes or class_names(self._job.entries)
+        return self._classes
 
     @property
     def bad_files(self) -> dict[str, str]:
