@@ -79,9 +79,9 @@ class ClipConfig(StageConfig):
 
     frames: Annotated[int, Field(ge=1, le=4096)] = 16
     """Frames in a clip (T)."""
-    stride: Annotated[int, Field(ge=1)] = 1
+    stride: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Distance between neighbouring frames of a clip, in frames. Not together with ``fps``."""
-    fps: Annotated[float, Field(gt=0)] | None = None
+    fps: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     """Frames per second of the clip: frame k is the last one shown at or before start + k / fps."""
     sampling: Literal["random", "regular", "uniform", "stratified", "keyframe"] = "random"
     """``random``: a random start. ``regular``: the clips of a video start at regular distances, the first with its first frame
@@ -204,7 +204,7 @@ class LoaderConfig(StageConfig):
     """What is kept and fetched ahead of need."""
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
     """With the epoch and a sample's number it fixes the order and every random choice."""
     shuffle: bool = True
     """A new order each epoch; False: that of the list."""
