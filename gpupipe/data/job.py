@@ -22,6 +22,13 @@ from gpupipe.telemetry import Telemetry
 from gpupipe.types import Entry
 
 
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed: absolute paths need none, and a relative one is then told of by name
+        return ""
+
+
 @dataclass
 class Job:
     """What a loader has made of its arguments, and what its epochs share."""
@@ -48,7 +55,7 @@ class Job:
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck: not tried again."""
-    folder: str = field(default_factory=os.getcwd)
+    folder: str = field(default_factory=_working_folder)
     """Where relative paths start, whatever the working directory becomes."""
 
     def entry_of(self, task: Task) -> Entry:
