@@ -287,6 +287,35 @@ def test_numbers_that_would_fail_later_are_refused_now(values: dict[str, Any], w
         LoaderConfig.parse(values)
 
 
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"clip": {"frames": True}}, r"ClipConfig\.frames"),
+        ({"clip": {"stride": True}}, r"ClipConfig\.stride"),
+        ({"clip": {"fps": True}}, r"ClipConfig\.fps"),
+        ({"clip": {"speed": (True, 2)}}, r"ClipConfig\.speed"),
+        ({"clip": {"reverse": True}}, r"ClipConfig\.reverse"),
+        ({"seed": True}, r"LoaderConfig\.seed"),
+        ({"rank": False, "world_size": 2}, r"LoaderConfig\.rank"),
+        ({"batch": {"size": True}}, r"BatchConfig\.size"),
+        ({"decode": {"cpu_workers": True}}, r"DecodeConfig\.cpu_workers"),
+        ({"transform": {"size": (True, 8)}}, r"TransformConfig\.size"),
+        ({"transform": {"crop": "center", "short_side": (True, 300)}}, r"TransformConfig\.short_side"),
+        ({"transform": {"std": (True, 1, 1)}}, r"TransformConfig\.std"),
+        ({"transform": {"erasing": {"value": True}}}, r"ErasingConfig\.value"),
+        ({"transform": {"auto_augment": {"num_ops": True}}}, r"AutoAugmentConfig\.num_ops"),
+    ],
+)
+def test_truth_is_no_number(values: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=f"{where}.*: Input should be a number, not true or false"):
+        LoaderConfig.parse(values)
+
+
+def test_truth_is_taken_where_it_is_meant() -> None:
+    config = LoaderConfig.parse({"shuffle": False, "clip": {"blend": True}, "cache": {"clips": False}})
+    assert (config.shuffle, config.clip.blend, config.cache.clips) == (False, True, "off")
+
+
 def test_values_of_a_small_dtype_may_be_as_large_as_it_goes() -> None:
     TransformConfig(dtype="float16", std=(2e-5,) * 3, erasing={"value": 65504})  # type: ignore[arg-type]
     TransformConfig(dtype="uint8", std=(1e-6,) * 3, erasing={"value": 255})  # type: ignore[arg-type]

@@ -214,7 +214,7 @@ def test_numbers_may_be_numpys(folder: Path) -> None:
         loader.set_epoch(np.int64(3))
         assert next(iter(loader)).epoch == 3
         assert len(loader) == 2
-        for wrong in ("3", 1.5, None):
+        for wrong in ("3", 1.5, None, True):
             with pytest.raises(ConfigError, match="not a whole number"):
                 loader.set_epoch(wrong)  # type: ignore[arg-type]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import weakref
@@ -23,6 +22,7 @@ from gpupipe.config import (
     PathLike,
     TransformConfig,
 )
+from gpupipe.config.stage import whole_number
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
@@ -174,10 +174,9 @@ class VideoLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next ``iter()`` epoch ``epoch``; without it epochs count up from 0."""
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0") from None
+        number = None if isinstance(epoch, bool) else whole_number(epoch)
+        if number is None:
+            raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0")
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
         self._epoch = number
