@@ -6,6 +6,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self, get_args
 
@@ -32,7 +33,8 @@ class FramePlanes(NamedTuple):
 
 
 class VideoReader:
-    """Random access to one video's frames. Threads may share a reader; they read one after the other.
+    """Random access to one video's frames. Threads may share a reader; they read one after the other. A copy, or one out of
+    a pickle, opens the file anew.
 
     Args:
         path: the video.
@@ -60,6 +62,7 @@ class VideoReader:
         if self.device.type == "cuda":
             load("cupy")
         self._telemetry = Telemetry()
+        self._decoder = decoder
         self._reading = threading.Lock()
         self._engine = DecodeEngine(self.device, mode=decoder, keep=3, fallbacks=Fallbacks(), telemetry=self._telemetry)
 
@@ -187,6 +190,10 @@ class VideoReader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        """As for a worker process that is spawned: what comes out of a pickle opens the file anew."""
+        return partial(type(self), self._index.identity.path, device=self.device, decoder=self._decoder), ()
 
     def __repr__(self) -> str:
         info = self.info
