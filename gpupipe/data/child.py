@@ -118,7 +118,7 @@ class Child:
         if self._process is None:
             here = str(Path(__file__).resolve().parents[2])
             with suppress(OSError):  # nowhere to write: then it is not heard why it cannot start
-                self._errors = tempfile.TemporaryFile()
+                self._errors = tempfile.TemporaryFile()  # noqa: SIM115  close() closes it
             search = os.pathsep.join([*filter(None, sys.path), here])  # what this process finds, without a search of its own
             self._process = subprocess.Popen(
                 # -P: a json.py that lies about in the working directory is not meant
