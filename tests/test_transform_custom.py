@@ -53,6 +53,20 @@ def test_floats_of_codes_are_an_error(clips: dict[str, Path]) -> None:
         load(clips, before=lambda clip: clip.video.float())
 
 
+@pytest.mark.parametrize(("value", "says"), [(float("nan"), "gave NaN"), (200.0, "values up to 200")])
+def test_floats_are_looked_at_in_every_clip(clips: dict[str, Path], value: float, says: str) -> None:
+    given: list[int] = []
+
+    def spoils_the_second(clip: Clip) -> torch.Tensor:
+        given.append(1)
+        video = clip.video.float() / 255
+        video[0, 0, 0, 0] = value if len(given) == 2 else 0.5
+        return video
+
+    with pytest.raises(GraphError, match=says):
+        load(clips, before=spoils_the_second, decode={"threads": 1})
+
+
 def test_frames_of_another_size_are_cropped_as_such(clips: dict[str, Path]) -> None:
     def halved(clip: Clip) -> torch.Tensor:
         return torch.nn.functional.avg_pool2d(clip.video.float() / 255, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -75,7 +76,7 @@ class Custom:
     untagged_matrix: str = "auto"
     untagged_range: str = "limited"
     _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
-    """Whether floats that ``before`` gave were looked at."""
+    """Whether floats that ``before`` gave were looked at, on a GPU."""
 
     def prepare(
         self,
@@ -115,14 +116,16 @@ class Custom:
         if video.device != rgb.device:
             raise GraphError(f"before= gave frames on {video.device}, not on {rgb.device}", path=info.path)
         if video.is_floating_point():
-            if not self._looked:  # once: on a GPU the host waits for the answer
+            if video.device.type == "cpu" or not self._looked:  # on a GPU once: the host waits for the answer
                 most = float(video.amax())
+                if math.isnan(most):
+                    raise GraphError("before= gave NaN: floats are RGB in [0, 1]", path=info.path)
                 if most > _BEYOND:
                     raise GraphError(
                         f"before= gave values up to {most:.0f}: floats are RGB in [0, 1]", fix="divide by 255", path=info.path
                     )
-                self._looked.append(True)
-            video = (video.clamp(0, 1) * 255).round_()
+                self._looked[:] = [True]
+            video = (video.clamp(0, 1) * 255).round_().nan_to_num_(0)  # of NaN each device would make other codes
         elif video.dtype != torch.uint8:
             raise GraphError(f"before= gave {video.dtype}, not uint8 or a floating-point type", path=info.path)
         return Source(*_as_planes(video, info), range(len(video)))
