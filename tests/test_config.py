@@ -332,3 +332,17 @@ def test_the_extremes_of_moves_and_colours_are_finite(seed: int) -> None:
     assert params.affine is not None
     assert np.isfinite(params.affine).all()
     assert all(np.isfinite(op.value) for op in params.color)
+
+
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("clip:\n  frames: 4\nseed: 1\nclip:\n  stride: 2\n")
+    with pytest.raises(ConfigError, match=r"(?s)run\.yaml: the key 'clip' is there twice.*line 4"):
+        LoaderConfig.from_yaml(path)
+    path.write_text("base: &base {frames: 4}\nclip: {<<: *base, frames: 5, frames: 6}\n")
+    with pytest.raises(ConfigError, match="the key 'frames' is there twice"):
+        LoaderConfig.from_yaml(path)
+    path.write_text("clip: {<<: {frames: 4}, stride: 2}\n")
+    assert LoaderConfig.from_yaml(path).clip == ClipConfig(frames=4, stride=2)
+    path.write_text("<<: &all {<<: &some {seed: 1}, seed: 2}\nbatch: 4\n")
+    assert LoaderConfig.from_yaml(path) == LoaderConfig.parse({"seed": 2, "batch": 4})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -329,3 +330,30 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     table.write_text("path,class,label\na.mp4,3,1\n")
     with pytest.raises(SourceError, match="has a column 'label' beside"):
         collect(table, SourceConfig(label_column="class"))
+
+
+@pytest.mark.parametrize("label", ["nan", "1e400", "-inf"])
+def test_a_label_that_is_not_finite_is_named(tmp_path: Path, label: str) -> None:
+    (tmp_path / "t.csv").write_text(f"path,label,score\na.mp4,1,2\nb.mp4,{label},nan\n")
+    entries = collect(tmp_path / "t.csv", CONFIG)
+    assert column_kinds([replace(e, columns={"score": e.columns["score"]}) for e in entries], ["score"]) == {"score": "float"}
+    with pytest.raises(SourceError, match=r"b\.mp4 has the label"):
+        column_kinds(entries, [])
+
+
+def test_an_empty_path_is_told_as_such() -> None:
+    for videos in ("", ["a.mp4", ""]):
+        with pytest.raises(SourceError, match="a path in videos is empty"):
+            collect(videos, CONFIG)
+
+
+def test_a_link_in_a_circle_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "round.mp4").symlink_to(tmp_path / "round.mp4")
+    with pytest.raises(SourceError, match=r"round\.mp4 is a link that leads nowhere, or in a circle"):
+        collect(tmp_path / "round.mp4", CONFIG)
+
+
+@pytest.mark.parametrize("ending", ["mp4", "", "."])
+def test_endings_have_their_dot(ending: str) -> None:
+    with pytest.raises(ConfigError, match=r"SourceConfig\.extensions: .*with its dot"):
+        SourceConfig(extensions=(".mkv", ending))

@@ -65,6 +65,14 @@ class SourceConfig(StageConfig):
     label_column: str = "label"
     """The column of a table that holds the label; in the batch it is ``label`` whatever its name here."""
 
+    @field_validator("extensions")
+    @classmethod
+    def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for ending in value:
+            if not ending.startswith(".") or ending == ".":
+                raise ValueError(f"{ending!r} is no ending of a file's name: write it with its dot, as '.mp4'")
+        return value
+
     @field_validator("classes")
     @classmethod
     def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -301,8 +309,10 @@ class LoaderConfig(StageConfig):
         """
         import yaml
 
+        from gpupipe.config.distinct import DistinctLoader
+
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), DistinctLoader)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}", fix="give a readable YAML file") from error
         if not isinstance(values, dict | None):

@@ -55,6 +55,8 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
     path = os.fspath(item)
+    if not path:
+        raise SourceError("a path in videos is empty", fix="leave it out, or write . for the working directory")
     if os.path.isdir(path):
         return _folder(path, config)
     if os.path.isfile(path):
@@ -71,6 +73,8 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
         return [Entry(p) for p in found]
     if must_exist and os.path.exists(path):
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
+    if must_exist and os.path.lexists(path):
+        raise SourceError(f"{path} is a link that leads nowhere, or in a circle", fix="mend it, or name the file itself")
     if must_exist or path.lower().endswith(TABLES):
         raise SourceError(f"{path} does not exist", fix="check the path; relative ones start at the working directory")
     return [Entry(path)]
