@@ -16,8 +16,10 @@ import pytest
 
 from gpupipe import __version__
 from gpupipe.cli import main
+from gpupipe.cli.bench import _long_enough
 from gpupipe.cli.index import IndexConfig, index
 from gpupipe.cli.probe import ProbeConfig, probe
+from gpupipe.config import LoaderConfig
 from gpupipe.data.index.fill import fill
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -122,6 +124,19 @@ def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) 
     assert "measuring 3 videos" in result.err, "progress belongs on stderr"
 
 
+def test_bench_takes_a_batch_however_short_its_time(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run("bench", str(folder), "--device", "cpu", "--seconds", "0.001", "--size", "16", "--frames", "2", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["measured"]["batches"] == 1
+
+
+def test_a_pass_of_bench_is_long_but_no_longer_than_it_need_be(folder: Path) -> None:
+    def rows(batch: int) -> int:
+        return len(_long_enough((str(folder),), LoaderConfig.parse({"batch": batch})))
+
+    assert (rows(1), rows(8), rows(100_000)) == (66, 513, 100_002), "in whole passes over three videos"
+
+
 def test_bench_measures_a_loaders_own_settings(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "run.yaml"
     file.write_text(
@@ -163,6 +178,10 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
         (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "dali"], "dali"),
         (["bench", "{tmp}/empty.mp4", "--size", "0"], "size"),
         (["bench", "{tmp}/empty.mp4", "--report", "no/folder/x.json"], "no/folder"),
+        (["bench", "{tmp}/empty.mp4", "--report", "{tmp}/void"], "--report {tmp}/void is a folder"),
+        (["bench", "{tmp}/empty.mp4", "--plot", "{tmp}/void.png"], "--plot {tmp}/void.png is a folder"),
+        (["view", "{tmp}/empty.mp4", "--out", "{tmp}/void.png"], "--out {tmp}/void.png is a folder"),
+        (["view", "{tmp}/empty.mp4", "--out", "{tmp}/empty.mp4/x/y.png"], "/x/y.png cannot be written: see {tmp}/empty.mp4"),
         (["bench", "{tmp}/empty.mp4", "--device", "cpu"], "empty.mp4"),
         (["demo", "no/such.mp4", "--out", "{tmp}/out"], "no/such.mp4"),
         (["demo", "--out", "{tmp}/empty.mp4"], "empty.mp4"),
@@ -172,11 +191,12 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
 def test_bad_input_is_one_clear_error(run, tmp_path: Path, arguments: list[str], named: str) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "void").mkdir()
+    (tmp_path / "void.png").mkdir()
     result = run(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert result.code == 1
     assert result.out == ""
     last = result.err[result.err.index("gpupipe: [TT_ERR") :]
-    assert named in last
+    assert named.replace("{tmp}", str(tmp_path)) in last
     assert "Traceback" not in result.err
 
 

@@ -393,6 +393,44 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_videos(paths: list[
         assert not loader.bad_files
 
 
+def _start_by(monkeypatch: pytest.MonkeyPatch, codes: list[str]) -> None:
+    """Makes the first processes run other code, one each."""
+    original = subprocess.Popen
+
+    def begin(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return original([command[0], "-c", codes.pop(0)] if codes else command, **options)
+
+    monkeypatch.setattr("gpupipe.data.child.subprocess.Popen", begin)
+
+
+SHOT = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    paths: list[Path], expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _start_by(monkeypatch, [SHOT])
+    found = batches(VideoLoader(paths, device="cpu", decode={"cpu_workers": 1}, **OPTIONS))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (SHOT, "twice it was ended by signal 9, as for want of memory, before it was ready"),
+        ("import no_such_module", "exit status 1 before it was ready: ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_start_that_fails_twice_says_why(
+    clips: dict[str, Path], process: DecodeProcess, monkeypatch: pytest.MonkeyPatch, code: str, why: str
+) -> None:
+    _start_by(monkeypatch, [code, code])
+    with pytest.raises(DeviceError, match=why):
+        process.get_ready()
+    process.get_ready()
+    assert process.ready
+
+
 def test_leaving_early_ends_helpers_amid_their_work(paths: list[Path], two_kinds: None) -> None:
     for round_number in range(6):
         loader = VideoLoader(paths * 4, device="cpu", **OPTIONS)

@@ -232,6 +232,10 @@ def test_ranks_are_found_in_the_environment(folder: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError, match="WORLD_SIZE=2 is set and RANK is not"):
         VideoLoader(folder, **SMALL)
     VideoLoader(folder, **SMALL, world_size=1).close()
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setenv("RANK", "3")
+    with VideoLoader(folder, **{**SMALL, "batch": 1}, rank=1, world_size=2) as loader:
+        assert (loader.config.rank, loader.config.world_size) == (1, 2)
 
 
 def test_a_number_of_ranks_alone_does_not_say_which_one_this_is(folder: Path) -> None:

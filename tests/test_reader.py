@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +251,31 @@ def test_times_that_are_no_numbers_are_named(times: Any, clips: dict[str, Path])
 def test_a_path_that_is_none_is_named() -> None:
     with pytest.raises(ConfigError, match="path=None is not a path"):
         VideoReader(None)  # type: ignore[arg-type]
+
+
+def test_a_pickled_reader_opens_the_file_anew(clips: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clips["h264"].parent)
+    with VideoReader(clips["h264"].name, device="cpu", decoder="cpu") as first:
+        text = pickle.dumps(first)
+        monkeypatch.chdir("/")
+        with pickle.loads(text) as second, copy.copy(first) as third:
+            assert torch.equal(second.frames([5]), first.frames([5]))
+            assert torch.equal(third.frames([5]), first.frames([5]))
+            assert (second.device, second._decoder) == (first.device, "cpu")
+
+
+def test_a_spawned_loader_of_torch_reads_by_it(clips: dict[str, Path]) -> None:
+    reader = VideoReader(clips["h264"], device="cpu")
+    data = torch.utils.data.DataLoader(_Frames(reader), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    assert torch.equal(next(iter(data)), reader.frames([0, 1]))
+
+
+class _Frames(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, reader: VideoReader) -> None:
+        self.reader = reader
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        return self.reader.frames([position])[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
-from gpupipe.data.source import collect, column_kinds, start_frame
-from gpupipe.errors import OpenError, SourceError
+from gpupipe.data.source import class_names, collect, column_kinds, start_frame
+from gpupipe.errors import ConfigError, OpenError, SourceError
 from gpupipe.types import Entry
 
 CONFIG = SourceConfig()
@@ -213,8 +214,30 @@ def test_labels_by_folder_number_the_sorted_names(tree: Path) -> None:
     (tree / "top.webm").unlink()
     entries = collect([tree / "b", tree / "a"], SourceConfig(label_from="folder"))
     assert [entry.columns["label"] for entry in entries] == [1, 0, 0]
-    row = collect([{"path": "b/1.mp4", "label": 9}, "a/1.mp4"], SourceConfig(label_from="folder"))
-    assert [entry.columns["label"] for entry in row] == [9, 0], "a row's own label goes first"
+    with pytest.raises(SourceError, match=r"1\.mp4 has a label of its own, 9, beside label_from='folder'"):
+        collect([{"path": "b/1.mp4", "label": 9}, "a/1.mp4"], SourceConfig(label_from="folder"))
+
+
+def test_a_class_is_the_folder_however_the_path_is_written(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree / "a")
+    written = ["1.mp4", "./1.mp4", "../a/1.mp4", str(tree / "a" / "1.mp4"), "../b/1.mp4", "inner/../1.mp4"]
+    (tree / "a" / "inner").mkdir(exist_ok=True)
+    entries = collect(written, SourceConfig(label_from="folder"))
+    assert [entry.columns["label"] for entry in entries] == [0, 0, 0, 0, 1, 0]
+    assert class_names(entries) == ("a", "b")
+    with pytest.raises(SourceError, match=r"/1\.mp4 lies in no folder that has a name"):
+        collect(["/1.mp4"], SourceConfig(label_from="folder"))
+
+
+def test_a_link_to_a_folder_is_a_class_of_its_own_name(tree: Path) -> None:
+    (tree / "link").symlink_to(tree / "a")
+    entries = collect([tree / "link" / "1.mp4"], SourceConfig(label_from="folder"))
+    assert class_names(entries) == ("link",)
+
+
+def test_each_class_has_one_number() -> None:
+    with pytest.raises(ConfigError, match=r"SourceConfig\.classes: 'b' is there twice"):
+        SourceConfig(classes=("b", "b", "c"))
 
 
 @pytest.mark.parametrize(
@@ -273,6 +296,17 @@ def test_range_reads_stop_at_the_end(tmp_path: Path) -> None:
         LocalFile(str(tmp_path / "none"))
 
 
+def test_the_folder_above_a_linked_one_is_that_which_the_kernel_finds(tmp_path: Path) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "far" / "clip.mp4").write_bytes(b"far")
+    (tmp_path / "clip.mp4").write_bytes(b"another")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "inner")
+    identity = Identity.of(f"{tmp_path}/link/../clip.mp4")
+    assert Path(identity.path).read_bytes() == b"far"
+    assert identity == Identity.of(str(tmp_path / "far" / "clip.mp4"))
+    assert Identity.of(f"{tmp_path}/link/./../inner/..//clip.mp4") == identity
+
+
 def test_classes_keep_their_numbers_in_a_set_that_lacks_some(tmp_path: Path) -> None:
     for name in ("train/a/1.mp4", "train/b/2.mp4", "train/c/3.mp4", "val/b/4.mp4", "val/c/5.mp4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -296,3 +330,30 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     table.write_text("path,class,label\na.mp4,3,1\n")
     with pytest.raises(SourceError, match="has a column 'label' beside"):
         collect(table, SourceConfig(label_column="class"))
+
+
+@pytest.mark.parametrize("label", ["nan", "1e400", "-inf"])
+def test_a_label_that_is_not_finite_is_named(tmp_path: Path, label: str) -> None:
+    (tmp_path / "t.csv").write_text(f"path,label,score\na.mp4,1,2\nb.mp4,{label},nan\n")
+    entries = collect(tmp_path / "t.csv", CONFIG)
+    assert column_kinds([replace(e, columns={"score": e.columns["score"]}) for e in entries], ["score"]) == {"score": "float"}
+    with pytest.raises(SourceError, match=r"b\.mp4 has the label"):
+        column_kinds(entries, [])
+
+
+def test_an_empty_path_is_told_as_such() -> None:
+    for videos in ("", ["a.mp4", ""]):
+        with pytest.raises(SourceError, match="a path in videos is empty"):
+            collect(videos, CONFIG)
+
+
+def test_a_link_in_a_circle_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "round.mp4").symlink_to(tmp_path / "round.mp4")
+    with pytest.raises(SourceError, match=r"round\.mp4 is a link that leads nowhere, or in a circle"):
+        collect(tmp_path / "round.mp4", CONFIG)
+
+
+@pytest.mark.parametrize("ending", ["mp4", "", "."])
+def test_endings_have_their_dot(ending: str) -> None:
+    with pytest.raises(ConfigError, match=r"SourceConfig\.extensions: .*with its dot"):
+        SourceConfig(extensions=(".mkv", ending))

@@ -53,6 +53,46 @@ def test_an_unknown_change_of_colour_is_named() -> None:
         TransformParams.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        ('"hflip"', '"mirror"', "mirror"),
+        ('"value":0.1', '"value":0.1,"p":1', r"color\.0\.p"),
+        ("[0.0,", "[NaN,", r"crop\.0"),
+        ('"value":0.1', '"value":Infinity', r"color\.0\.value"),
+    ],
+)
+def test_json_is_read_strictly(old: str, new: str, where: str) -> None:
+    text = replace(whole((4, 4)), color=(ColorOp("hue", 0.1),)).to_json()
+    assert old in text
+    with pytest.raises(ConfigError, match=where):
+        TransformParams.from_json(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blur": 1.5}, r"blur by 1\.5, and blur=None"),
+        ({"blur": -1.0}, "blur -1 is negative"),
+        ({"erase": (1, 1, 4, 4)}, r"erase \(1, 1, 4, 4\), and erasing=None"),
+        ({"color": (ColorOp("channel_drop", 7),)}, "channel_drop has no choice 7"),
+        ({"color": (ColorOp("channel_drop", -1),)}, "channel_drop has no choice -1"),
+        ({"color": (ColorOp("posterize", -2),)}, "posterize has no choice -2"),
+        ({"color": (ColorOp("sepia"),)}, "no change of colour 'sepia'"),
+        ({"color": (ColorOp("contrast", float("nan")),)}, "not finite"),
+        ({"crop": (0.0, float("nan"), 40.0, 50.0)}, "not finite"),
+    ],
+)
+@pytest.mark.parametrize("each", [False, True])
+def test_params_that_this_transform_cannot_apply_are_named(changes: dict[str, Any], message: str, each: bool) -> None:
+    config = TransformConfig(size=(24, 32), dtype="float32", blur={"kernel_size": 5} if "negative" in message else None)
+    params = replace(whole((40, 50)), **changes)
+    if each:
+        params = replace(whole((40, 50)), frames=(whole((40, 50)), params))
+    with pytest.raises(GraphError, match=f"params do not fit this transform: .*{message}"):
+        run(config, make_planes(make_format(50, 40), 1), make_info(50, 40), params, [0, 0])
+
+
 def test_everything_is_drawn_now_and_then() -> None:
     drawn = [some_params(seed) for seed in range(60)]
     assert {p.vflip for p in drawn} == {p.hflip for p in drawn} == {True, False}

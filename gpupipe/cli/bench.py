@@ -8,12 +8,14 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from gpupipe.cli.console import Progress, emit_json, existing, say, say_facts, size_text, to_json
+from gpupipe.cli.console import Progress, check_writable, emit_json, existing, say, say_facts, size_text, to_json
 from gpupipe.config import LoaderConfig, SourceConfig, StageConfig
 from gpupipe.errors import GpupipeError
 
 _PASS_BATCHES = 64
-"""Batches in a pass, at least."""
+"""Batches in a pass, at least,"""
+_PASS_CLIPS = 65536
+"""but no more clips than this, where one batch has fewer: a list of them must be made first."""
 
 
 class BenchConfig(StageConfig):
@@ -70,7 +72,8 @@ def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str
     from gpupipe.data.source import collect
 
     rows = [{**entry.columns, "path": entry.path} for entry in collect(existing(videos), loader.source)]
-    return rows * -(-_PASS_BATCHES * loader.batch.size // len(rows))
+    size = loader.batch.size
+    return rows * -(-min(_PASS_BATCHES * size, max(size, _PASS_CLIPS)) // len(rows))
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -85,9 +88,11 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     from gpupipe import VideoLoader
     from gpupipe.observe.measure import machine_facts, measure
 
-    for file in (config.plot, config.report):  # now, not after the measurement
+    for option, file in (("--plot", config.plot), ("--report", config.report)):  # now, not after the measurement
         if file is not None and not file.parent.is_dir():
             raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
+        if file is not None:
+            check_writable(option, file)
     if config.plot is not None and config.plot.suffix.lower() != ".png":
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     settings = _loader_config(config)

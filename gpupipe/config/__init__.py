@@ -56,7 +56,7 @@ class SourceConfig(StageConfig):
     recursive: bool = True
     """Look into the folders inside a folder too."""
     label_from: Literal["column", "folder"] = "column"
-    """``folder``: the label is the position of the video's parent folder's name among ``classes``."""
+    """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
     classes: tuple[str, ...] = ()
     """Names of the folders in the order of their numbers; none: those that are there, sorted. Give a validation set the
     ``classes`` of the training loader: it may lack some."""
@@ -65,15 +65,31 @@ class SourceConfig(StageConfig):
     label_column: str = "label"
     """The column of a table that holds the label; in the batch it is ``label`` whatever its name here."""
 
+    @field_validator("extensions")
+    @classmethod
+    def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for ending in value:
+            if not ending.startswith(".") or ending == ".":
+                raise ValueError(f"{ending!r} is no ending of a file's name: write it with its dot, as '.mp4'")
+        return value
+
+    @field_validator("classes")
+    @classmethod
+    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        twice = next((name for name in value if value.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} is there twice: each class has one number")
+        return value
+
 
 class ClipConfig(StageConfig):
     """Which frames make a clip. All positions are in display order; times are in seconds of the video's clock."""
 
     frames: Annotated[int, Field(ge=1, le=4096)] = 16
     """Frames in a clip (T)."""
-    stride: Annotated[int, Field(ge=1)] = 1
+    stride: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Distance between neighbouring frames of a clip, in frames. Not together with ``fps``."""
-    fps: Annotated[float, Field(gt=0)] | None = None
+    fps: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     """Frames per second of the clip: frame k is the last one shown at or before start + k / fps."""
     sampling: Literal["random", "regular", "uniform", "stratified", "keyframe"] = "random"
     """``random``: a random start. ``regular``: the clips of a video start at regular distances, the first with its first frame
@@ -131,7 +147,7 @@ class DecodeConfig(StageConfig):
     that this process may use."""
     limit_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long one visit to a video may take. After that it is a bad file, even when a thread is stuck in native code: that
-    thread is given up and replaced."""
+    thread is given up and replaced. A call of a transform of your own may take as long too; then the loop gets an error."""
     cpu_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = 0
     """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
     it, at low priority, as many of them as measurably add; ``auto``: up to three of four cores, less half a core for each NVDEC
@@ -198,7 +214,7 @@ class LoaderConfig(StageConfig):
     """What is kept and fetched ahead of need."""
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
     """With the epoch and a sample's number it fixes the order and every random choice."""
     shuffle: bool = True
     """A new order each epoch; False: that of the list."""
@@ -298,8 +314,10 @@ class LoaderConfig(StageConfig):
         """
         import yaml
 
+        from gpupipe.config.distinct import DistinctLoader
+
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), DistinctLoader)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}", fix="give a readable YAML file") from error
         if not isinstance(values, dict | None):

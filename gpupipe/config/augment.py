@@ -7,15 +7,16 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from gpupipe.config.ranges import (
+    Alpha,
     DegreeRange,
     FactorRange,
     HueRange,
-    NotNegative,
-    Positive,
+    Ratio,
     Share,
     ShearRange,
     SigmaRange,
     Values,
+    Zoom,
     ascending,
 )
 from gpupipe.config.stage import StageConfig
@@ -50,7 +51,7 @@ class AffineConfig(StageConfig):
     """Range of the rotation, clockwise; a number d means [-d, d]."""
     translate: tuple[Share, Share] = (0.0, 0.0)
     """Largest shift along x and y, as shares of the output's width and height; shifts are whole pixels."""
-    scale: tuple[Positive, Positive] = (1.0, 1.0)
+    scale: tuple[Zoom, Zoom] = (1.0, 1.0)
     """Range of the zoom: 2 shows everything twice as large."""
     shear: ShearRange = (0.0, 0.0, 0.0, 0.0)
     """Ranges in degrees: (low, high) along x, or (low x, high x, low y, high y); a number s means [-s, s] along x."""
@@ -110,7 +111,7 @@ class ErasingConfig(StageConfig):
     """Probability."""
     scale: tuple[Share, Share] = (0.02, 0.33)
     """Range of the box's area as a share of the output's."""
-    ratio: tuple[Positive, Positive] = (0.3, 3.3)
+    ratio: tuple[Ratio, Ratio] = (0.3, 3.3)
     """Range of the box's aspect ratio, height / width as in torchvision."""
     value: Values | Literal["random"] = (0.0, 0.0, 0.0)
     """What the box is filled with, in the clip's own values: 0 is the mean colour of a normalised clip; ``random``: standard
@@ -129,11 +130,11 @@ class MixConfig(StageConfig):
     Each clip is mixed with the one before it in the batch, as in torchvision. With both alphas given, each batch takes one of
     the two, by a fair draw."""
 
-    num_classes: Annotated[int, Field(ge=2)]
+    num_classes: Annotated[int, Field(ge=2, le=10**7)]
     """Classes; labels are whole numbers from 0 to ``num_classes`` - 1."""
-    mixup: NotNegative = 0.0
+    mixup: Alpha = 0.0
     """Alpha of MixUp (Zhang et al., ICLR 2018): shares are drawn from Beta(alpha, alpha). 0: no MixUp."""
-    cutmix: NotNegative = 0.0
+    cutmix: Alpha = 0.0
     """Alpha of CutMix (Yun et al., ICCV 2019). 0: no CutMix."""
     p: Share = 1.0
     """Probability that a batch is mixed."""

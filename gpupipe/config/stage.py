@@ -6,9 +6,9 @@ import difflib
 import operator
 import os
 import re
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 
 from gpupipe.errors import ConfigError
 
@@ -29,6 +29,15 @@ class StageConfig(BaseModel):
             super().__init__(**values)
         except ValidationError as error:
             raise _explain(type(self), error) from None
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_truth_for_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python counts True as 1, and YAML reads ``yes`` and ``on`` as True."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        if _has_bool(value) and not kinds.isdisjoint((int, float)) and bool not in kinds:
+            raise ValueError("Input should be a number, not true or false (in YAML yes, no, on and off are these)")
+        return value
 
     @classmethod
     def parse(cls, value: Self | dict[str, Any] | None) -> Self:
@@ -55,6 +64,16 @@ class Misfit(ValueError):
     def __init__(self, message: str, *, fix: str) -> None:
         super().__init__(message)
         self.fix = fix
+
+
+def _kinds(annotation: Any) -> set[Any]:
+    """The types that an annotation is made of."""
+    parts = get_args(annotation)
+    return {annotation}.union(*map(_kinds, parts)) if parts else {annotation} if isinstance(annotation, type) else set()
+
+
+def _has_bool(value: Any) -> bool:
+    return any(map(_has_bool, value)) if isinstance(value, list | tuple) else isinstance(value, bool)
 
 
 def whole_number(value: Any) -> int | None:

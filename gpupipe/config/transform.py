@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -15,7 +16,7 @@ from gpupipe.config.augment import (
     MixConfig,
 )
 from gpupipe.config.presets import preset
-from gpupipe.config.ranges import Color, Part, Positive, Ratio, Share, ascending
+from gpupipe.config.ranges import Color, Deviation, Mean, Part, Ratio, Share, ascending
 from gpupipe.config.stage import Misfit, StageConfig, whole_number
 from gpupipe.errors import ConfigError
 
@@ -23,6 +24,9 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
 Side = Annotated[int, Field(ge=1, le=8192)]
+ShortSide = Annotated[int, Field(ge=1, le=65536)]
+_GREATEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38}
+"""The greatest numbers of floating-point types."""
 WINDOWS = ("random", "center", "three")
 """Crops that take a window of ``size`` from the scaled frame."""
 
@@ -50,7 +54,7 @@ class TransformConfig(StageConfig):
     """Range of the crop's aspect ratio (width / height), for ``random-resized``."""
     multi_scale: Annotated[tuple[Part, ...], Field(min_length=1, max_length=16)] = (1.0, 0.875, 0.75, 0.66)
     """Sides of the crop as shares of the frame's shorter side, for ``multi-scale``; neighbours in the list may be paired."""
-    short_side: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    short_side: ShortSide | tuple[ShortSide, ShortSide] | None = None
     """Length in pixels of the scaled shorter side for ``random``, ``center`` and ``three``; (low, high): drawn uniformly for
     each clip (RandomShortSideScale); None: just large enough for ``size``."""
     hflip: Share = 0.5
@@ -78,9 +82,9 @@ class TransformConfig(StageConfig):
     one matrix, and values beyond go on to the normalisation. dtype ``uint8`` is always clamped at the end."""
     blur: BlurConfig | None = None
     """GaussianBlur."""
-    mean: tuple[float, float, float] = IMAGENET_MEAN
+    mean: tuple[Mean, Mean, Mean] = IMAGENET_MEAN
     """Subtracted from RGB in [0, 1]. Not applied to ``dtype='uint8'``."""
-    std: tuple[Positive, Positive, Positive] = IMAGENET_STD
+    std: tuple[Deviation, Deviation, Deviation] = IMAGENET_STD
     """Divides what ``mean`` left. Not applied to ``dtype='uint8'``."""
     erasing: ErasingConfig | None = None
     """RandomErasing."""
@@ -173,6 +177,23 @@ class TransformConfig(StageConfig):
         value = self.erasing.value if self.erasing is not None else ()
         if self.dtype == "uint8" and (value == "random" or not all(0 <= v <= 255 for v in value)):
             raise ValueError(f"erasing.value={value!r} does not fit dtype='uint8'")
+        return self
+
+    @model_validator(mode="after")
+    def _values_fit_the_dtype(self) -> Self:
+        most = _GREATEST.get(self.dtype, math.inf)
+        for mean, std in zip(self.mean, self.std, strict=True):
+            if max(abs(0 - mean), abs(1 - mean)) / std > most:
+                raise Misfit(
+                    f"mean={mean:g} and std={std:g} make values beyond {most:g}, the greatest of dtype={self.dtype!r}",
+                    fix="use std of about 0.2 for RGB in [0, 1], or another dtype",
+                )
+        for value in self.erasing.value if self.erasing is not None and self.erasing.value != "random" else ():
+            if abs(float(value)) > most:
+                raise Misfit(
+                    f"erasing.value={value:g} is beyond {most:g}, the greatest of dtype={self.dtype!r}",
+                    fix="give it in the clip's own values: 0 is the mean colour",
+                )
         return self
 
     @model_validator(mode="after")

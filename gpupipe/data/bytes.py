@@ -43,7 +43,7 @@ class Identity:
         if not stat.S_ISREG(facts.st_mode):  # opening a pipe would wait for ever
             kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "not a regular file"
             raise OpenError(f"{path} is {kind}, not a video", fix="name a file, or give a folder to VideoLoader", path=path)
-        return cls(os.path.abspath(path), facts.st_size, facts.st_mtime_ns)
+        return cls(_absolute(path), facts.st_size, facts.st_mtime_ns)
 
 
 class LocalFile:
@@ -143,6 +143,14 @@ class LocalFile:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _absolute(path: str) -> str:
+    """The path from the root. After a linked folder ``..`` leads elsewhere than the text says, so there the links go first."""
+    folder, name = os.path.split(path)
+    if os.pardir in folder.split(os.sep):
+        path = os.path.join(os.path.realpath(folder), name)
+    return os.path.abspath(path)
 
 
 def _cannot_open(path: str, error: OSError | ValueError) -> GpupipeError:

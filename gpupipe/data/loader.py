@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import weakref
@@ -23,14 +22,16 @@ from gpupipe.config import (
     PathLike,
     TransformConfig,
 )
+from gpupipe.config.stage import whole_number
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
+from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
-from gpupipe.data.pipeline import Job, Pipeline
+from gpupipe.data.pipeline import Pipeline
 from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
@@ -105,6 +106,8 @@ class VideoLoader:
         entries = collect(videos, self.config.source)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
+        by_folder = self.config.source.label_from == "folder"
+        self._classes = (self.config.source.classes or class_names(entries)) if by_folder else ()
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
         kinds = column_kinds(entries, self.config.columns)
         if self.config.transform.mix is not None:
@@ -165,9 +168,7 @@ class VideoLoader:
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes in the order of their numbers, with ``label_from="folder"``; else none."""
-        if self.config.source.label_from != "folder":
-            return ()
-        return self.config.source.classes or class_names(self._job.entries)
+        return self._classes
 
     @property
     def bad_files(self) -> dict[str, str]:
@@ -176,10 +177,9 @@ class VideoLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next ``iter()`` epoch ``epoch``; without it epochs count up from 0."""
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0") from None
+        number = None if isinstance(epoch, bool) else whole_number(epoch)
+        if number is None:
+            raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0")
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
         self._epoch = number
@@ -365,6 +365,8 @@ def _place(config: LoaderConfig) -> tuple[int, int]:
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    elif config.rank is not None and config.world_size is not None:  # then the environment's do not count, whatever they are
+        rank, ranks = config.rank, config.world_size
     else:
         given = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
         if "RANK" not in os.environ and given[1] != "1" and config.rank is None and config.world_size != 1:

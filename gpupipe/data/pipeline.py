@@ -7,108 +7,50 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from gpupipe.config import LoaderConfig
 from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
-from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.crew import Crew, TakenAway, Worker
-from gpupipe.data.decode import DecodeEngine, Decoder, Helping, Schedule, Unsupported
-from gpupipe.data.files import UNKEPT, OpenFiles
+from gpupipe.data.decode import DecodeEngine, Decoder, Schedule, Unsupported
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
-from gpupipe.data.order import AUGMENT, Order, clip_generator
-from gpupipe.data.prepare import Prepared, ReadAhead, prepare
+from gpupipe.data.order import AUGMENT, clip_generator
+from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
-from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
-from gpupipe.data.transform import ClipInput, ClipTransform
-from gpupipe.data.transform.custom import NO_CUSTOM, Custom
+from gpupipe.data.transform import ClipInput
+from gpupipe.data.transform.custom import Call, CallFailed
 from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
-from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry, Planes
+from gpupipe.types import Batch, ClipRecord, ClipRequest, Planes
 
 _BAD = (OpenError, DecodeError, SampleError)
 """Errors that are a sample's own."""
 _GRACE_SECONDS = 5.0
 """How much longer than a video may take until its thread counts as stuck: by then it would have noticed by itself."""
+_PATIENCE_SECONDS = 2.0
+"""How long a user's own transform may have run until the end of the pipeline no longer waits for it."""
 _LATE = "leave the file out, or raise decode.limit_seconds"
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
 
 Ready = tuple[Batch, torch.cuda.Event | None]
 """A batch and the event that completes it; no event on the CPU."""
+Work = Task | Visit | Call
+"""What a thread may get stuck in."""
 
 
 class _Skipped:
     """Stands for a batch of which every clip was skipped."""
-
-
-@dataclass
-class Job:
-    """What a pipeline works on; shared by all epochs of a loader."""
-
-    entries: Sequence[Entry]
-    order: Order
-    config: LoaderConfig
-    transform: ClipTransform
-    kinds: Mapping[str, Kind]
-    device: torch.device
-    stream: torch.cuda.Stream | None
-    engines: list[DecodeEngine]
-    """One a thread: with NVDEC where the device has it."""
-    helpers: list[DecodeEngine]
-    """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
-    helping: Helping | None
-    """What is known of them as helpers; None: they do not help."""
-    index_workers: int
-    telemetry: Telemetry
-    custom: Custom = NO_CUSTOM
-    clips: ClipCache | None = None
-    """Decoded clips of this epoch and of those before."""
-    files: OpenFiles = UNKEPT
-    bad_files: dict[str, str] = field(default_factory=dict)
-    stuck_in: set[str] = field(default_factory=set)
-    """Files in which threads were stuck: not tried again."""
-    folder: str = field(default_factory=os.getcwd)
-    """Where relative paths start, whatever the working directory becomes."""
-
-    def entry_of(self, task: Task) -> Entry:
-        """The video that a task is about."""
-        return self.entries[task.request.entry]
-
-    def file_of(self, entry: Entry) -> str:
-        """The path by which a video is opened."""
-        return os.path.join(self.folder, entry.path)
-
-    def kept(self, prepared: Prepared) -> KeptClip | None:
-        """The planes of a visit, where they were kept and are as good as those that its decoder would make."""
-        if self.clips is None:
-            return None
-        decoder = self.engines[0].choose(prepared.index).decoder
-        return self.clips.find(prepared.index, prepared.plan, decoder)
-
-    def kill(self) -> None:
-        """Ends the processes at once, from any thread, for a loader that was dropped and not closed."""
-        for engine in [*self.engines, *self.helpers]:
-            engine.give_up()
-
-    def close(self) -> None:
-        """Leaves the decoders to the next loader, and lets go of what is kept."""
-        for engine in [*self.engines, *self.helpers]:
-            engine.close()
-        if self.clips is not None:
-            self.clips.close()
-        self.files.close()
 
 
 _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -153,7 +95,7 @@ class Pipeline:
             behind=lambda: self._jitter.behind,
         )
         self._jitter.finish(len(groups) - first_batch)
-        self._crew: Crew[DecodeEngine, Task | Visit] = Crew(
+        self._crew: Crew[DecodeEngine, Work] = Crew(
             [*job.engines, *job.helpers],
             self._work,
             self._successor,
@@ -161,6 +103,7 @@ class Pipeline:
             self._fail,
             limit_seconds=job.config.decode.limit_seconds + _GRACE_SECONDS,
             name="gpupipe-clips",
+            left=self._left,
         )
         self._read_ahead = ReadAhead(
             requests,
@@ -251,12 +194,12 @@ class Pipeline:
             DecodeError: when the work has taken longer than it may.
         """
         limit, work = self._job.config.decode.limit_seconds, self._crew.me.work
-        if work is not None and self._crew.me.seconds > limit:
+        if work is not None and not isinstance(work, Call) and self._crew.me.seconds > limit:
             path = self._job.entry_of(work.task if isinstance(work, Visit) else work).path
             raise DecodeError(f"{path}: a visit to it took longer than {limit:g} s", fix=_LATE, path=path)
         return self._stopping
 
-    def _work(self, worker: Worker[DecodeEngine, Task | Visit]) -> None:
+    def _work(self, worker: Worker[DecodeEngine, Work]) -> None:
         """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
         engine, job = worker.engine, self._job
         # Without NVDEC all engines stand in one line, whatever it is called.
@@ -284,10 +227,10 @@ class Pipeline:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        self._jitter.fail(error)
+        self._jitter.fail(error.error if isinstance(error, CallFailed) else error)
         self._schedule.close()
 
-    def _successor(self, worker: Worker[DecodeEngine, Task | Visit]) -> DecodeEngine:
+    def _successor(self, worker: Worker[DecodeEngine, Work]) -> DecodeEngine:
         """The engine in the place of one whose thread is stuck in native code, for this epoch and the next ones."""
         job = self._job
         own = len(job.engines)
@@ -298,8 +241,13 @@ class Pipeline:
         job.telemetry.count("threads_given_up")
         return engines[place]
 
-    def _taken(self, work: Task | Visit) -> None:
+    def _taken(self, work: Work) -> None:
         """What becomes of the clips that a stuck thread was at."""
+        if isinstance(work, Call):  # no fault of the video's, and the next one would hang too
+            limit = self._job.config.decode.limit_seconds
+            message = f"{work} has not come to an end within {limit:g} s"
+            self._fail(GpupipeError(message, fix="does it wait for something? Mend it, or raise decode.limit_seconds"))
+            return
         if isinstance(work, Visit):  # the hardware may do better
             self._schedule.give_back(work)
             return
@@ -309,6 +257,20 @@ class Pipeline:
         job.stuck_in.add(path)
         error = DecodeError(f"{path}: a decoder was stuck in it for longer than {limit:g} s", fix=_LATE, path=path)
         self._schedule.again(self._after_failure(task, error))
+
+    def _left(self, work: Work) -> None:
+        """Told at the end of a thread that is left behind."""
+        if isinstance(work, Call):
+            self._job.telemetry.warn_once(f"left {work.name}", f"not waited for: {work}, which goes on in a thread of its own")
+
+    def _watch(self, call: Call | None) -> None:
+        """Told of the calls of the user's own transforms."""
+        if call is None:
+            self._crew.me.claim()
+        elif self._stopping:
+            raise Stopped
+        else:
+            self._crew.me.begin(call, _PATIENCE_SECONDS)
 
     @within_limit("a clip cannot be made")
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
@@ -431,14 +393,14 @@ class Pipeline:
             for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
                 frames = visit.plan.frame_map[first : first + len(pick.decoded)]
                 first += len(pick.decoded)
-                source = job.custom.prepare(planes, info, frames, pick, task.request, clip)
+                source = job.custom.prepare(planes, info, frames, pick, task.request, clip, self._watch)
                 params = job.transform.draw(source.info, clip_generator(task.request, AUGMENT, clip), clip)
                 out = task.assembly.slot(slot, engine.stream)
                 records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
                 clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
             job.transform.apply_batch(clips, self._give_up)
             for each, record in zip(clips, records, strict=True):
-                job.custom.finish(each.out, info, record, job.transform)
+                job.custom.finish(each.out, info, record, job.transform, self._watch)
             done = engine.stream.record_event() if engine.stream is not None else None
         arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
         job.telemetry.count("clips", len(arrivals))

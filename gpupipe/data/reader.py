@@ -6,6 +6,7 @@ import operator
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self, SupportsIndex, get_args
 
@@ -38,7 +39,7 @@ class FramePlanes(NamedTuple):
 class VideoReader:
     """Random access to one video's frames, as a sequence of them: ``reader[-1]``, ``reader[10:50:4]``, ``for frame in reader``.
 
-    Threads may share a reader; they read one after the other.
+    Threads may share a reader; they read one after the other. A copy, or one out of a pickle, opens the file anew.
 
     Args:
         path: the video.
@@ -67,6 +68,7 @@ class VideoReader:
         if self.device.type == "cuda":
             load("cupy")
         self._telemetry = Telemetry()
+        self._decoder = decoder
         self._reading = threading.Lock()
         self._engine = DecodeEngine(self.device, mode=decoder, keep=3, fallbacks=Fallbacks(), telemetry=self._telemetry)
 
@@ -236,6 +238,10 @@ class VideoReader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        """As for a worker process that is spawned: what comes out of a pickle opens the file anew."""
+        return partial(type(self), self._index.identity.path, device=self.device, decoder=self._decoder), ()
 
     def __repr__(self) -> str:
         info = self.info

@@ -74,12 +74,16 @@ class DecodeProcess:
         try:
             if self._file is None:
                 self._file = _nameless_file()
-            if self._child is None:
-                self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()], self.nice)
-            if self._killed:  # asked after the child is there to be killed, so that none slips through
-                raise Stopped
-            if not self._child.start(lambda: stop() or time.monotonic() - begin > _START_SECONDS):
-                raise OSError("it ended before it was ready")
+            for _ in range(2):  # somebody may have ended it, as the system does when memory is short for a moment
+                if self._child is None:
+                    self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()], self.nice)
+                if self._killed:  # asked after the child is there to be killed, so that none slips through
+                    raise Stopped
+                if self._child.start(lambda: stop() or time.monotonic() - begin > _START_SECONDS):
+                    return self._child, self._file
+                why = self._child.why
+                self._drop_child()
+            raise OSError(f"twice {why}")
         except Stopped:
             if stop() or self._killed:
                 raise
@@ -91,7 +95,6 @@ class DecodeProcess:
         except BaseException:
             self._drop_child()
             raise
-        return self._child, self._file
 
     def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
         """As :func:`gpupipe.data.decode.cpu.decode`; the planes are valid until the next call.

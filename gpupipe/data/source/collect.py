@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,8 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
     path = os.fspath(item)
+    if not path:
+        raise SourceError("a path in videos is empty", fix="leave it out, or write . for the working directory")
     if os.path.isdir(path):
         return _folder(path, config)
     if os.path.isfile(path):
@@ -70,6 +73,8 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
         return [Entry(p) for p in found]
     if must_exist and os.path.exists(path):
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
+    if must_exist and os.path.lexists(path):
+        raise SourceError(f"{path} is a link that leads nowhere, or in a circle", fix="mend it, or name the file itself")
     if must_exist or path.lower().endswith(TABLES):
         raise SourceError(f"{path} does not exist", fix="check the path; relative ones start at the working directory")
     return [Entry(path)]
@@ -96,8 +101,24 @@ def _folder(path: str, config: SourceConfig) -> list[Entry]:
 
 
 def class_names(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """The names of the videos' parent folders, sorted."""
-    return tuple(sorted({Path(entry.path).parent.name for entry in entries}))
+    """The names of the folders that the videos lie in, sorted.
+
+    Raises:
+        SourceError: when a video lies in no folder that has a name.
+    """
+    return tuple(sorted({_class_of(entry) for entry in entries}))
+
+
+def _class_of(entry: Entry) -> str:
+    """The name of the folder that a video lies in: as its path has it, which may be a link's, or that of the folder itself."""
+    folder = Path(entry.path).parent
+    name = folder.name
+    if name in ("", os.pardir):
+        with suppress(OSError):  # the working directory is no more
+            name = os.path.basename(os.path.realpath(folder))
+    if name in ("", os.pardir):
+        raise SourceError(f"{entry.path} lies in no folder that has a name, as label_from='folder' needs", path=entry.path)
+    return name
 
 
 def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
@@ -115,10 +136,16 @@ def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
 def _label_by_folder(entries: list[Entry], classes: tuple[str, ...]) -> list[Entry]:
     numbers = {name: number for number, name in enumerate(classes or class_names(entries))}
     for entry in entries:
-        if Path(entry.path).parent.name not in numbers:
+        if "label" in entry.columns:
+            raise SourceError(
+                f"{entry.path} has a label of its own, {entry.columns['label']!r}, beside label_from='folder'",
+                fix="leave one of them out",
+                path=entry.path,
+            )
+        if _class_of(entry) not in numbers:
             raise SourceError(
                 f"{entry.path} lies in a folder that source.classes does not name",
                 fix="add it to classes, or leave the folder out",
                 path=entry.path,
             )
-    return [replace(entry, columns={"label": numbers[Path(entry.path).parent.name], **entry.columns}) for entry in entries]
+    return [replace(entry, columns={"label": numbers[_class_of(entry)], **entry.columns}) for entry in entries]

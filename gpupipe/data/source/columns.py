@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 from collections.abc import Iterable
@@ -38,6 +39,14 @@ def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
             f"a label is a number of at most 64 bits: {odd.path} has {odd.columns['label']!r}",
             fix="number the classes; text goes into another column, say columns=['caption'], and comes out in batch.text",
         )
+    if kinds.get("label") == "float":
+        for entry in entries:
+            if not math.isfinite(entry.columns["label"]):
+                raise SourceError(
+                    f"{entry.path} has the label {entry.columns['label']}, which no loss can use",
+                    fix="fill it in, or leave the row out",
+                    path=entry.path,
+                )
     return kinds
 
 

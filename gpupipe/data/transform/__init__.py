@@ -19,7 +19,7 @@ from gpupipe.data.transform import draw as drawing
 from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.fuse import ClipInput, Fuser
-from gpupipe.data.transform.params import Box, TransformParams, whole
+from gpupipe.data.transform.params import Box, TransformParams, check, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
 from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
@@ -137,6 +137,7 @@ class ClipTransform:
             raise GraphError(f"frame_map names {len(frame_map)} frames, the clip has {self.frames}", path=info.path)
         if clip.params.frames and len(clip.params.frames) != self.frames:
             raise GraphError(f"params are of {len(clip.params.frames)} frames, the clip has {self.frames}", path=info.path)
+        check(clip.params, self.config, info.path)
         count = len(clip.planes)
         if min(frame_map) < 0 or max(frame_map) >= count:
             wrong = next(f for f in frame_map if not 0 <= f < count)
