@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clips import spoilt
 
 from gpupipe import Batch, VideoLoader, VideoReader
 from gpupipe.config import LoaderConfig, TransformConfig
@@ -704,6 +705,36 @@ def test_a_clip_that_is_too_short_is_a_bad_sample(tricky: Path, folder: Path) ->
         assert "too short: 1 frames" in loader.bad_files[short]
     with VideoLoader([short], **{**SMALL, "clip": clip, "batch": 1}, on_bad_file="raise") as loader, pytest.raises(SampleError):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_damage_inside_a_file_is_counted_and_told(
+    workers: int, folder: Path, clips: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotten = str(spoilt(clips["h264"], tmp_path / "rot.mp4", 0))
+    rows = [{"path": rotten, "start_frame": 4}, str(folder / "even/0.mp4"), str(folder / "even/2.avi"), rotten]
+    with VideoLoader(rows, **SMALL, decode={"cpu_workers": workers}) as loader:
+        for _ in range(2):
+            assert sum(len(batch.clips) for batch in loader) == 4
+        stats = loader.stats()
+        assert not loader.bad_files
+    assert stats["damaged_frames"] >= 8
+    told = [record for record in caplog.records if f"{rotten} is damaged" in record.getMessage()]
+    assert len(told) == 1
+    assert "'damaged': 'bad'" in told[0].getMessage()
+
+
+def test_damaged_clips_may_count_as_bad(folder: Path, clips: dict[str, Path], tmp_path: Path) -> None:
+    rotten = str(spoilt(clips["h264"], tmp_path / "rot.mp4", 0))
+    rows = [{"path": rotten, "start_frame": start} for start in (4, 40)] + [{"path": str(folder / "even/2.avi")}]
+    with VideoLoader(rows, **SMALL | {"batch": 1}, decode={"damaged": "bad"}, on_bad_file="skip", shuffle=False) as loader:
+        found = [batch.clips[0] for batch in loader]
+        stats = loader.stats()
+    assert [(clip.path, clip.pick.indices[0]) for clip in found[:1]] == [(rotten, 40)], "its whole part is used"
+    assert len(found) == 2
+    assert "frame 4 whole" in loader.bad_files[rotten]
+    assert stats["bad_clips"] == 1
+    assert stats["damaged_frames"] == 0
 
 
 def test_all_files_bad_is_one_clear_error(tmp_path: Path) -> None:

@@ -137,6 +137,12 @@ class DecodeConfig(StageConfig):
     it, at low priority, as many of them as measurably add; ``auto``: up to three of four cores, less half a core for each NVDEC
     thread. Helpers work on batches further ahead than ``jitter.depth``. On the CPU: 0 decodes in threads instead, and ``auto``
     means three of four cores."""
+    damaged: Literal["keep", "bad"] = "keep"
+    """Frames of which FFmpeg tells that it could not decode them whole and patched them up, and those that may be predicted
+    from such a picture. ``keep``: they are used, told once a file in the log and counted as ``damaged_frames`` in ``stats()``.
+    ``bad``: a clip that has one is that of a bad file (``on_bad_file``). Only software can tell: NVDEC patches up damage
+    without a word, so ``bad`` is sure where ``decoder`` is ``cpu``, and for H.264 and MPEG-1/2/4: FFmpeg notices little in
+    HEVC, VP9 and AV1."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 

@@ -40,7 +40,10 @@ from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Batch, Entry
 
-_COUNTS = ("clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "cpu_clips", "nvdec_clips")
+_COUNTS = (
+    "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
+    "nvdec_clips",
+)  # fmt: skip
 _CACHE_COUNTS = ("cache_hits", "cache_misses")
 """Counts that :meth:`VideoLoader.stats` has from the start, the latter with a clip cache."""
 
@@ -204,6 +207,7 @@ class VideoLoader:
 
         Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
+        ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
         """
@@ -429,6 +433,7 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
                 fallbacks=fallbacks,
                 telemetry=telemetry,
                 process=DecodeProcess(nice) if processes else None,
+                damaged=decode.damaged,
             )
             for _ in range(count)
         ]

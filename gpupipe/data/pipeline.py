@@ -390,19 +390,22 @@ class Pipeline:
         job.telemetry.count("substituted")
         return replace(task, request=job.order.substitute(task.request))
 
-    def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit) -> Planes:
+    def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, *, whole: bool = False) -> Planes:
         if visit.kept is not None:
             planes = engine.recall(visit.kept, visit.entry.path)
         else:
-            planes = engine.run(decoder, visit.index, visit.plan, self._give_up)
+            planes = engine.run(decoder, visit.index, visit.plan, self._give_up, whole=whole)
         self._crew.me.claim()
         return planes
 
     def _help(self, engine: DecodeEngine, visit: Visit) -> Planes | None:
-        """Decodes one of the hardware's clips in software; None where that failed or was late: it is the hardware's again."""
+        """Decodes one of the hardware's clips in software; None where that failed or was late: it is the hardware's again.
+
+        A damaged clip too: the two patch it up each in its own way, and who gets to it first must not show.
+        """
         begin = time.perf_counter()
         try:
-            planes = self._decode(engine, "cpu", visit)
+            planes = self._decode(engine, "cpu", visit, whole=True)
         except _BAD:
             self._crew.me.claim()
             self._job.telemetry.count("helps_failed")

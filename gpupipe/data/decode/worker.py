@@ -55,12 +55,13 @@ def _answer(request: dict[str, Any], shared: _Shared) -> Sequence[bytes]:
             raise OpenError(
                 f"{identity.path} was replaced or changed after it was indexed", fix="is it being written?", path=identity.path
             )
-        _, layout = decode_arrays(index, make_plan(index, request["frames"]), never, shared.allocate)
+        damaged: list[int] = []
+        _, layout = decode_arrays(index, make_plan(index, request["frames"]), never, shared.allocate, damaged=damaged)
     except GpupipeError as error:
         told = {"error": type(error).__name__, "message": error.message, "fix": error.fix}
         told["time_seconds"] = getattr(error, "time_seconds", None)
         return [json.dumps(told).encode()]
-    return [json.dumps({"format": asdict(layout)}).encode()]
+    return [json.dumps({"format": asdict(layout), "damaged": damaged}).encode()]
 
 
 def main(file: int) -> None:
