@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpupipe.data.decode.lanes import free_decoders
     from gpupipe.data.loader import VideoLoader
     from gpupipe.data.reader import VideoReader
+    from gpupipe.data.transform import ClipTransform, TransformParams
     from gpupipe.errors import ConfigError, DecodeError, GpupipeError
     from gpupipe.types import Batch, VideoInfo
 
@@ -22,6 +23,8 @@ _HOMES = {
     "VideoLoader": "gpupipe.data.loader",
     "VideoReader": "gpupipe.data.reader",
     "free_decoders": "gpupipe.data.decode.lanes",
+    "ClipTransform": "gpupipe.data.transform",
+    "TransformParams": "gpupipe.data.transform",
     "Batch": "gpupipe.types",
     "VideoInfo": "gpupipe.types",
     "LoaderConfig": "gpupipe.config",
@@ -38,12 +41,14 @@ __all__ = [
     "Batch",
     "BatchConfig",
     "ClipConfig",
+    "ClipTransform",
     "ConfigError",
     "DecodeConfig",
     "DecodeError",
     "GpupipeError",
     "LoaderConfig",
     "TransformConfig",
+    "TransformParams",
     "VideoInfo",
     "VideoLoader",
     "VideoReader",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -24,7 +25,7 @@ import pytest
 import torch
 from clips import spoilt
 
-from gpupipe import Batch, VideoLoader, VideoReader
+from gpupipe import Batch, TransformParams, VideoLoader, VideoReader
 from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.data import index as indices
 from gpupipe.data import loader as loader_room
@@ -35,7 +36,7 @@ from gpupipe.data.transform import ClipTransform
 from gpupipe.device.inventory import DecoderCaps
 from gpupipe.errors import ClosedError, ConfigError, DecodeError, DeviceError, GpupipeError, OpenError, SampleError, SourceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import ClipRecord
+from gpupipe.types import ClipRecord, FramePick
 
 SMALL: dict[str, Any] = {
     "clip": {"frames": 4, "stride": 2},
@@ -143,6 +144,62 @@ def test_a_record_is_enough_to_make_its_clip_again(folder: Path) -> None:
         for batch in loader:
             for row, record in enumerate(batch.clips):
                 assert torch.equal(batch.video[row], remade(record, ClipTransform(config, 4)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"transform": {"size": 24, "layout": "NTCHW", "dtype": "uint8", "color_jitter": {"contrast": 0.4}}},
+        {"transform": {"size": 24, "draws": "frame", "affine": {"degrees": 20}, "erasing": {"p": 1.0, "value": "random"}}},
+        {"transform": {"size": 24, "crop": "three", "memory_format": "channels_last_3d"}, "batch": 3, "clips_per_video": 3},
+        {"clip": {"frames": 4, "fps": 12.5, "blend": True, "reverse": 0.5}, "decode": {"cpu_workers": 1}},
+        {
+            "before": lambda clip: clip.video[..., ::2, ::3],
+            "after": lambda clip: clip.video.mul_(float(clip.rng.uniform(1, 2))),
+        },
+    ],
+)
+def test_a_record_is_replayed_bit_for_bit(options: dict[str, Any], folder: Path) -> None:
+    settings = SMALL | options
+    if clips := settings.pop("clips_per_video", 0):
+        settings["clip"] = {**settings["clip"], "clips_per_video": clips}
+    with VideoLoader(folder, **settings, seed=5) as loader:
+        for number, batch in enumerate(loader):
+            for row, record in enumerate(batch.clips):
+                found = loader.replay(record)
+                assert torch.equal(found, batch.video[row])
+                assert (found.dtype, found.stride()) == (batch.video.dtype, batch.video[row].stride())
+            if number == 2:  # the epoch is under way
+                break
+    other = VideoLoader(str(folder / "even/0.mp4"), **settings | {"batch": settings["batch"] if clips else 1})
+    assert torch.equal(other.replay(record), batch.video[-1]), "another loader of that kind does as well"
+
+
+def test_a_record_with_other_parameters_gives_the_clip_with_these(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        record = next(iter(loader)).clips[0]
+        flipped = dataclasses.replace(record, params=dataclasses.replace(record.params, hflip=not record.params.hflip))
+        assert torch.allclose(loader.replay(flipped), loader.replay(record).flip(-1), atol=1e-5)
+
+
+def test_what_cannot_be_replayed_says_why(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        batch = next(iter(loader))
+        record = batch.clips[0]
+        with pytest.raises(ConfigError, match=r"not from a Batch\n.*batch\.clips\[k\]"):
+            loader.replay(batch)  # type: ignore[arg-type]
+        far = dataclasses.replace(record, pick=FramePick((0, 1, 2, 99), (True,) * 4))
+        with pytest.raises(SampleError, match="frames 0 to 99"):
+            loader.replay(far)
+        short = dataclasses.replace(record, pick=FramePick((0, 1), (True,) * 2))
+        with pytest.raises(ConfigError, match="2 frames, this loader's have 4"):
+            loader.replay(short)
+        large = dataclasses.replace(record, params=TransformParams((0.0, 0.0, 999.0, 999.0), (0, 0, 999, 999)))
+        with pytest.raises(GpupipeError, match="does not fit"):
+            loader.replay(large)
+        with pytest.raises(OpenError, match="nowhere"):
+            loader.replay(dataclasses.replace(record, path="nowhere.mp4"))
 
 
 def test_uncropped_clips_are_the_frames_of_the_reader(folder: Path) -> None:

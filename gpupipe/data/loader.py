@@ -30,6 +30,7 @@ from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
+from gpupipe.data.replay import replay
 from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
@@ -38,7 +39,7 @@ from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, Entry
+from gpupipe.types import Batch, ClipRecord, Entry
 
 _COUNTS = (
     "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
@@ -201,6 +202,23 @@ class VideoLoader:
             iterator = BatchIterator(self._pipeline, self._job, self)
             self._iterator = weakref.ref(iterator)
         return iterator
+
+    def replay(self, record: ClipRecord) -> torch.Tensor:
+        """One clip made again, from its record in :attr:`Batch.clips <gpupipe.Batch>` alone; also amid an epoch.
+
+        Bit for bit what was in the batch before :class:`mix <gpupipe.config.MixConfig>`, where this loader has the
+        configuration, ``before`` and ``after`` of the one that made it. ``dataclasses.replace(record, params=…)`` makes the
+        clip with other parameters.
+
+        Returns:
+            (3, T, H, W) or (T, 3, H, W), as in the batch: its dtype, on this loader's device.
+
+        Raises:
+            ConfigError: for what is no record, or one of clips of another length.
+            SampleError: when the video has no such frames.
+            OpenError, DecodeError, GraphError: when the clip cannot be made; the file is named.
+        """
+        return replay(self._job, record)
 
     def stats(self) -> dict[str, Any]:
         """Counts and durations since the loader was made.
