@@ -55,6 +55,7 @@ def test_frames_of_another_size_are_cropped_as_such(clips: dict[str, Path]) -> N
     batch = load(clips, before=halved, transform=TRANSFORM | {"crop": "none", "hflip": 0})
     with VideoReader(clips["h264"], device="cpu") as reader:
         height, width = reader.info.display_size
+    assert {(p.frame, p.displayed) for p in batch.params} == {((height // 2, width // 2), (height, width))}
     assert {p.crop for p in batch.params} == {(0, 0, height // 2, width // 2)}
 
 

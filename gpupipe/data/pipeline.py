@@ -426,7 +426,9 @@ class Pipeline:
                 frames = visit.plan.frame_map[first : first + len(pick.decoded)]
                 first += len(pick.decoded)
                 source = job.custom.prepare(planes, info, frames, pick, task.request, clip)
-                params = job.transform.draw(source.info, clip_generator(task.request, AUGMENT, clip), clip)
+                params = job.transform.draw(
+                    source.info, clip_generator(task.request, AUGMENT, clip), clip, displayed=info.display_size
+                )
                 out = task.assembly.slot(slot, engine.stream)
                 records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
                 clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))

@@ -121,7 +121,8 @@ def _outlined(frame: np.ndarray, params: TransformParams, size: tuple[int, int],
     picture = _scaled(frame, tile)
     rows, columns = size
     corners = params.matrix(size) @ np.array([[0, columns, columns, 0], [0, 0, rows, rows], [1, 1, 1, 1]])
-    places = [(x * picture.width / frame.shape[1], y * tile / frame.shape[0]) for x, y, _ in corners.T]
+    height, width = params.frame or frame.shape[:2]  # another size than the source's where before= changed it
+    places = [(x * picture.width / width, y * tile / height) for x, y, _ in corners.T]
     draw = ImageDraw.Draw(picture)
     draw.line([*places, places[0]], fill=_OUTLINE, width=2)
     x, y = places[0]
