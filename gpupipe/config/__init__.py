@@ -230,8 +230,8 @@ class LoaderConfig(StageConfig):
         return (value,) if isinstance(value, str) else value
 
     def override(self, values: dict[str, Any]) -> Self:
-        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest; one
-        that names a preset begins anew from that.
+        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest. A
+        preset takes the place of the preset or the defaults that were there: fields that had other values than these keep them.
 
         Raises:
             ConfigError: for an unknown field or a value outside its range.
@@ -241,8 +241,10 @@ class LoaderConfig(StageConfig):
             stage = getattr(self, name, None)
             part = self._batch_of_size(value) if name == "batch" else value
             part = {"preset": part} if name == "transform" and isinstance(part, str) else part
-            if isinstance(stage, StageConfig) and isinstance(part, dict) and "preset" not in part:
+            if isinstance(stage, StageConfig) and isinstance(part, dict):
                 kept = {field: getattr(stage, field) for field in stage.model_fields_set}
+                if isinstance(stage, TransformConfig) and part.get("preset") is not None:
+                    kept = stage.own  # by value, since a saved configuration names every field
                 for one, other in (("stride", "fps"), ("fps", "stride")):  # the one that is named now takes the other's place
                     if name == "clip" and one in part and other not in part:
                         kept.pop(other, None)

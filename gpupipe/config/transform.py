@@ -113,6 +113,12 @@ class TransformConfig(StageConfig):
         """Clips that show the same frames, each another part of the picture."""
         return 3 if self.crop == "three" else 1
 
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields that have other values than this transform's preset, or without one the defaults, would give them."""
+        plain = type(self)(preset=self.preset)
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) != getattr(plain, name)}
+
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: Any) -> Any:

@@ -71,7 +71,8 @@ class VideoLoader:
         before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
             gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
-            dict for a stage changes the fields that it names, a model takes the whole stage's place.
+            dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
+            defaults have them, a model takes the whole stage's place.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
             ``columns``, ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the
             environment).
