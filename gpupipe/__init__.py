@@ -37,6 +37,9 @@ _HOMES = {
     "DecodeError": "gpupipe.errors",
 }
 
+_ROOMS = ("config", "errors", "observe", "types")
+"""Those that the pages name by their path, as in ``gpupipe.observe.show``."""
+
 __all__ = [
     "Batch",
     "BatchConfig",
@@ -58,10 +61,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'gpupipe' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    if home is not None:
+        return getattr(importlib.import_module(home), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"gpupipe.{name}")
+    raise AttributeError(f"module 'gpupipe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_ROOMS})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import gpupipe
+from gpupipe.config import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "gpupipe" / "README.md", ROOT / "benchmarks" / "README.md"]
@@ -45,6 +46,8 @@ def test_every_setting_is_explained() -> None:
     fields = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fields)
     assert fields.page() == fields.PAGE.read_text(encoding="utf-8"), "run python docs/fields.py"
+    assert fields.presets_page() == fields.PRESETS_PAGE.read_text(encoding="utf-8"), "run python docs/fields.py"
+    assert all(f"`{name}`" in fields.presets_table() for name in PRESETS)
     rows = [line for line in fields.tables().splitlines() if line.startswith("| `")]
     assert len(rows) > 80
     assert [row for row in rows if row.endswith("|  |")] == []
@@ -71,10 +74,11 @@ def test_the_map_of_the_rooms_is_complete() -> None:
     assert named - there - {"__init__.py", "README.md", "py.typed"} == set(), "rooms on the map that do not exist"
 
 
-def test_python_examples_of_the_readme_compile() -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+@pytest.mark.parametrize("page", ["README.md", "docs/transforms.md"])
+def test_python_examples_compile(page: str) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) >= 2
     for example in examples:
-        compile(example, "README.md", "exec")
+        compile(example, page, "exec")
         for name in re.findall(r"from gpupipe import (.*)", example):
             assert {part.strip() for part in name.split(",")} <= set(gpupipe.__all__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,6 +48,8 @@ __all__ = [
 class SourceConfig(StageConfig):
     """Which files count as videos when a folder is given, and where labels come from."""
 
+    example: ClassVar[str] = '{"label_from": "folder"}'
+
     extensions: tuple[str, ...] = (
         ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
         ".ogv",
@@ -68,6 +70,8 @@ class SourceConfig(StageConfig):
 
 class ClipConfig(StageConfig):
     """Which frames make a clip. All positions are in display order; times are in seconds of the video's clock."""
+
+    example: ClassVar[str] = '{"frames": 16, "stride": 4}'
 
     frames: Annotated[int, Field(ge=1, le=4096)] = 16
     """Frames in a clip (T)."""
@@ -114,6 +118,8 @@ class ClipConfig(StageConfig):
 class BatchConfig(StageConfig):
     """How clips are grouped."""
 
+    example: ClassVar[str] = '{"size": 8, "drop_last": False}'
+
     size: Annotated[int, Field(ge=1)] = 8
     """Clips in a batch."""
     drop_last: bool = True
@@ -122,6 +128,8 @@ class BatchConfig(StageConfig):
 
 class DecodeConfig(StageConfig):
     """Where and by how many threads videos are decoded."""
+
+    example: ClassVar[str] = '{"decoder": "cpu"}'
 
     decoder: Literal["auto", "nvdec", "dali", "cpu"] = "auto"
     """``auto``: NVDEC for what the engine has on a CUDA device, else the CPU; ``nvdec``: an error where NVDEC cannot serve;
@@ -150,6 +158,8 @@ class DecodeConfig(StageConfig):
 class JitterConfig(StageConfig):
     """How many batches are prepared ahead, and in which order they come."""
 
+    example: ClassVar[str] = '{"depth": 4}'
+
     depth: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches in preparation or ready, not yet taken by the consumer. While processes help NVDEC (``decode.cpu_workers``) and
     the consumer waits for data, there may be more, as many as the helpers' pace asks for: at most so many that they hold 256
@@ -161,6 +171,8 @@ class JitterConfig(StageConfig):
 
 class CacheConfig(StageConfig):
     """What is kept for later epochs and fetched ahead of need. All of it is off unless asked for; none changes a pixel."""
+
+    example: ClassVar[str] = '{"clips": "device", "clips_gib": 4}'
 
     clips: Literal["off", "device", "pinned"] = "off"
     """Keep decoded clips, as the codec made them: ``device``: in the device's memory; ``pinned``: in page-locked host memory,
@@ -185,6 +197,13 @@ class CacheConfig(StageConfig):
 
 class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("before", "after"), "give it to VideoLoader itself: functions are no part of a configuration"),
+        **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
+        "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
+        "batch_size": "write batch=…",
+    }
 
     source: SourceConfig = SourceConfig()
     """Which files are videos, and where labels come from."""

@@ -11,6 +11,12 @@ def _number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def _no_flag(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError("a number from 0 to 1 is wanted, not True or False: 0 is never, 1 always")
+    return value
+
+
 def _around_one(value: Any) -> Any:
     """b means [max(0, 1 - b), 1 + b], as in torchvision's ColorJitter."""
     if _number(value):
@@ -49,7 +55,7 @@ def ascending(name: str, value: tuple[float, ...] | None) -> None:
         raise ValueError(f"{name} must be (low, high), got ({value[0]}, {value[1]})")
 
 
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[float, BeforeValidator(_no_flag), Field(ge=0, le=1)]
 """A probability, or a part of a whole."""
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -74,5 +80,7 @@ SpeedRange = Annotated[
 ]
 Color = Annotated[tuple[Share, Share, Share], BeforeValidator(_three_times)]
 """R, G and B in [0, 1]; one number means a grey."""
+Spread = Annotated[tuple[Positive, Positive, Positive], BeforeValidator(_three_times)]
+"""Positive values for R, G and B; one number stands for all three."""
 Values = Annotated[tuple[float, float, float], BeforeValidator(_three_times)]
 """One value for each channel; one number stands for all three."""
