@@ -143,7 +143,8 @@ def _sheet(batch: Batch, pairs: list[list[tuple[Image, Image]]], frames: int) ->
     for row, (clip, wide) in enumerate(zip(pairs, columns, strict=True)):
         top = _GAP + row * (_CAPTION + 2 * (tile + _GAP))
         record = batch.clips[row]
-        note = f"  frames {record.pick.indices[0]}–{record.pick.indices[-1]}  {_words(record.params)}"
+        shown = "frames" if len(steps) == length else f"{len(steps)} of {length} frames,"
+        note = f"  {shown} {record.pick.indices[0]}–{record.pick.indices[-1]}  {_words(record.params)}"
         letters = font(12)
         room = sheet.width - 2 * _GAP - letters.getlength(note)
         draw.text((_GAP, top), fit(record.path, letters, max(room, 80), keep_end=True) + note, font=letters, fill="black")
