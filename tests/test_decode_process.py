@@ -498,10 +498,12 @@ def test_work_that_hears_is_ended_by_the_limit_without_giving_up_its_thread(
         return original(context, packet, faulty)
 
     crawl_in = [False]
+    visits: list[str] = []
     run = DecodeEngine.run
 
     def watched(self: DecodeEngine, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any, **how: Any) -> Planes:
         crawl_in[0] = index.info.path == slow
+        visits.append(index.info.path)
         return run(self, decoder, index, plan, stop, **how)
 
     monkeypatch.setattr(cpu, "decoded", crawl)
@@ -512,6 +514,8 @@ def test_work_that_hears_is_ended_by_the_limit_without_giving_up_its_thread(
         assert slow not in batch.paths
         assert f"{slow}: a visit to it took longer than 0.5 s" in loader.bad_files[slow]
         assert "threads_given_up" not in loader.stats()
+        assert slow not in {path for batch in loader for path in batch.paths}
+    assert visits.count(slow) == 1, "a later visit would take as long again"
 
 
 def test_a_loader_that_is_dropped_leaves_no_process(paths: list[Path]) -> None:

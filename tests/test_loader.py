@@ -224,6 +224,21 @@ def test_columns_travel_with_their_clip(folder: Path, tmp_path: Path) -> None:
         assert [paths[label] for label in batch["label"].tolist()] == [Path(path) for path in batch.paths]
 
 
+def test_labels_may_be_names(folder: Path) -> None:
+    rows = [{"path": str(path), "label": path.parent.name} for path in sorted(folder.rglob("*.*"))]
+    with VideoLoader(rows, **SMALL) as loader:
+        assert loader.classes == ("even", "odd")
+        for batch in loader:
+            assert [loader.classes[number] for number in batch["label"]] == [Path(path).parent.name for path in batch.paths]
+    with VideoLoader(rows[:2], **SMALL, source={"classes": ("odd", "even")}) as loader:
+        assert next(iter(loader))["label"].tolist() == [1, 1]
+
+
+def test_several_functions_are_told_to_be_one(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="write one function that calls them"):
+        VideoLoader(folder, **SMALL, after=[torch.abs, torch.neg])  # type: ignore[arg-type]
+
+
 def test_a_model_takes_a_batch_by_name(folder: Path) -> None:
     def model(video: torch.Tensor, mask: torch.Tensor, pts_seconds: torch.Tensor) -> torch.Tensor:
         return video.mean() + mask.sum() + pts_seconds.sum()

@@ -12,7 +12,7 @@ import pytest
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
-from gpupipe.data.source import collect, column_kinds, start_frame
+from gpupipe.data.source import collect, column_kinds, label_names, number_labels, start_frame
 from gpupipe.errors import OpenError, SourceError
 from gpupipe.types import Entry
 
@@ -167,7 +167,7 @@ def test_the_path_column_may_have_another_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "says"),
     [
-        ("t.csv", ["file,label", "a.mp4,1"], "t.csv line 2 has no 'path'; its columns are file, label"),
+        ("t.csv", ["file,label", "a.mp4,1"], "t.csv names no column 'path'; its columns are file, label"),
         ("t.csv", ["path,label", "a.mp4,1", ",2"], "t.csv line 3 has no 'path'"),
         ("t.csv", ["path,label", "a.mp4,1", "b.mp4"], "t.csv line 3 has not as many cells as the header"),
         ("t.csv", ["path,label", "a.mp4,1,2"], "t.csv line 2 has not as many cells as the header"),
@@ -220,11 +220,12 @@ def test_labels_by_folder_number_the_sorted_names(tree: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "asked", "says"),
     [
-        ([{"label": "cat"}], [], "a label is a number of at most 64 bits: a.mp4 has 'cat'"),
-        ([{"label": 1}, {"label": 2**63}], [], "at most 64 bits: b.mp4 has 9223372036854775808"),
-        ([{"label": 1}, {}], [], "b.mp4 has no value in column 'label' (its columns: none)"),
+        ([{"label": "cat"}], [], "labels are numbers of at most 64 bits, or all of them names: a.mp4 has 'cat'"),
+        ([{"label": 1}, {"label": 2**63}], [], "at most 64 bits, or all of them names: b.mp4 has 9223372036854775808"),
+        ([{"label": 1}, {}], [], "b.mp4 has no label, and other rows have one"),
         ([{"a": 1}, {"a": None}], ["a"], "b.mp4 has no value in column 'a' (its columns: a)"),
         ([{}, {}], ["fps"], "a.mp4 has no value in column 'fps'"),
+        ([{"score": 1}, {"score": 2}], ["scor"], "(its columns: score); did you mean 'score'?"),
         ([{"mask": 1}], ["mask"], "'mask' has the name of a tensor of the batch"),
     ],
 )
@@ -296,3 +297,44 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     table.write_text("path,class,label\na.mp4,3,1\n")
     with pytest.raises(SourceError, match="has a column 'label' beside"):
         collect(table, SourceConfig(label_column="class"))
+
+
+def test_names_of_classes_are_numbered_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("path,label\na.mp4,run\nb.mp4,jump\nc.mp4,run\n")
+    entries = collect(tmp_path / "t.csv", CONFIG)
+    assert label_names(entries, CONFIG) == ("jump", "run")
+    numbered = number_labels(entries, ("jump", "run"))
+    assert [entry.columns["label"] for entry in numbered] == [1, 0, 1]
+    assert column_kinds(numbered, []) == {"label": "int"}
+    shared = SourceConfig(classes=("hop", "jump", "run"))
+    assert [e.columns["label"] for e in number_labels(entries, label_names(entries, shared))] == [2, 1, 2]
+    with pytest.raises(
+        SourceError, match=r"b\.mp4 \(.*t\.csv line 3\) has the label 'jump', which source.classes does not name"
+    ):
+        number_labels(entries, ("run",))
+
+
+@pytest.mark.parametrize("labels", [["1", "cat"], ["", "cat"], [1, "cat"], [1, 2], [None, "cat"]])
+def test_labels_that_are_not_all_names_are_not_numbered(labels: list[Any]) -> None:
+    assert label_names([Entry("a.mp4", {"label": label}) for label in labels], CONFIG) == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["path,label", "a.mp4,1", "b.mp4,"], r"b\.mp4 \(.*t\.csv line 3\) has ''"),
+        (["a.mp4 3", "b.mp4 4"], r"first line of .* names no column 'path'; its columns are a\.mp4 3\n.*path,label"),
+        (["a.mp4,3"], r"first line of .* names no column 'path'; its columns are a\.mp4, 3"),
+    ],
+)
+def test_lists_that_are_no_tables_say_what_is_missing(lines: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    with pytest.raises(SourceError, match=says):
+        column_kinds(collect(tmp_path / "t.csv", CONFIG), [])
+
+
+@pytest.mark.parametrize("url", ["https://host/a.mp4", "S3://bucket/a.mp4"])
+def test_a_url_is_refused_as_one(url: str) -> None:
+    for videos in (url, [url]):
+        with pytest.raises(SourceError, match="is a URL"):
+            collect(videos, CONFIG)

@@ -60,12 +60,13 @@ class SourceConfig(StageConfig):
     label_from: Literal["column", "folder"] = "column"
     """``folder``: the label is the position of the video's parent folder's name among ``classes``."""
     classes: tuple[str, ...] = ()
-    """Names of the folders in the order of their numbers; none: those that are there, sorted. Give a validation set the
-    ``classes`` of the training loader: it may lack some."""
+    """Names of the folders, or of the labels where these are text, in the order of their numbers; none: those that are there,
+    sorted. Give a validation set the ``classes`` of the training loader: it may lack some."""
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
     label_column: str = "label"
-    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here."""
+    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
+    their place among ``classes``."""
 
 
 class ClipConfig(StageConfig):
@@ -85,7 +86,8 @@ class ClipConfig(StageConfig):
     ``uniform``: the middle frames of T equal segments of the video. ``stratified``: one random frame out of each of T equal
     segments (Wang et al., Temporal Segment Networks, ECCV 2016)."""
     clips_per_video: Annotated[int, Field(ge=1, le=256)] = 1
-    """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
+    """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them.
+    With a ``start_frame`` in the row all of them show the same frames, in crops of their own."""
     speed: SpeedRange = (1.0, 1.0)
     """TimeWarp: how many times as fast the clip runs, drawn uniformly from (low, high); one number fixes it. The distance
     between frames, by ``stride`` or ``fps``, is multiplied by it."""

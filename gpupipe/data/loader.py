@@ -31,7 +31,7 @@ from gpupipe.data.jitter import Closed
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Job, Pipeline
 from gpupipe.data.replay import replay
-from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
+from gpupipe.data.source import Videos, class_names, collect, column_kinds, label_names, number_labels, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
@@ -61,8 +61,8 @@ class VideoLoader:
 
     Args:
         videos: a file, folder, glob pattern or table (.csv, .jsonl with a column ``path``), a mapping with ``path`` and further
-            columns, or a list of these. A column ``label`` travels with each batch; a column ``start_frame`` fixes where the
-            clip of that row starts.
+            columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered) travels with
+            each batch; a column ``start_frame`` fixes where the clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -105,6 +105,9 @@ class VideoLoader:
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
         entries = collect(videos, self.config.source)
+        self._label_names = label_names(entries, self.config.source)
+        if self._label_names:
+            entries = number_labels(entries, self._label_names)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
@@ -166,7 +169,9 @@ class VideoLoader:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of their numbers, with ``label_from="folder"``; else none."""
+        """The names of the classes in the order of their numbers, where labels are names or folders; else none."""
+        if self._label_names:
+            return self._label_names
         if self.config.source.label_from != "folder":
             return ()
         return self.config.source.classes or class_names(self._job.entries)
@@ -345,7 +350,9 @@ def _forked() -> ClosedError:
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
     for name, function in (("before", before), ("after", after)):
         if function is not None and not callable(function):
-            raise ConfigError(f"{name}={function!r} cannot be called", fix="give a function of a Clip")
+            several = isinstance(function, list | tuple)
+            fix = "write one function that calls them one after the other" if several else "give a function of a Clip"
+            raise ConfigError(f"{name}={function!r} cannot be called", fix=fix)
     return Custom(before, after, config.untagged_matrix, config.untagged_range)
 
 

@@ -77,7 +77,7 @@ class Job:
     files: OpenFiles = UNKEPT
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
-    """Files in which threads were stuck: not tried again."""
+    """Files in which threads were stuck, or visits took too long: not tried again."""
     folder: str = field(default_factory=os.getcwd)
     """Where relative paths start, whatever the working directory becomes."""
 
@@ -247,6 +247,7 @@ class Pipeline:
         limit, work = self._job.config.decode.limit_seconds, self._crew.me.work
         if work is not None and self._crew.me.seconds > limit:
             path = self._job.entry_of(work.task if isinstance(work, Visit) else work).path
+            self._job.stuck_in.add(path)  # the next visit would take as long
             raise DecodeError(f"{path}: a visit to it took longer than {limit:g} s", fix=_LATE, path=path)
         return self._stopping
 
@@ -352,7 +353,7 @@ class Pipeline:
             begun()
             try:
                 if entry.path in job.stuck_in:
-                    raise DecodeError(f"{entry.path}: a decoder was stuck in it before", fix=_LATE, path=entry.path)
+                    raise DecodeError(f"{entry.path}: a visit to it took too long before", fix=_LATE, path=entry.path)
                 with job.telemetry.span("index"):
                     self._ahead.wait_for(job.file_of(entry))
                     index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
