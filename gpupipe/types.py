@@ -242,7 +242,7 @@ class FramePick:
 
 @dataclass(frozen=True, slots=True)
 class ClipRecord:
-    """How one clip of a batch came about: enough to make it again."""
+    """How one clip of a batch came about: enough to make it again, by :meth:`gpupipe.VideoLoader.replay`."""
 
     path: str
     request: ClipRequest
