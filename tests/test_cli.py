@@ -104,6 +104,44 @@ def test_probe_shows_rotation(run, tricky: Path) -> None:  # type: ignore[no-unt
     assert facts["variable_rate"] is True
 
 
+def test_probe_says_what_untagged_colours_are_read_as(run, tricky: Path) -> None:  # type: ignore[no-untyped-def]
+    shown = run("probe", tricky / "t08_untagged.mp4", "--device", "cpu").out
+    assert "matrix not tagged (read as bt601), range not tagged (read as limited)" in shown
+    facts = json.loads(run("probe", tricky / "t08_bt709_tv.mp4", "--device", "cpu", "--json").out)
+    assert facts["color_matrix_used"] == facts["color_matrix"] == "bt709"
+
+
+def test_indices_that_cannot_be_kept_are_a_failure(  # type: ignore[no-untyped-def]
+    run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GPUPIPE_CACHE", str(tmp_path / "file" / "inside"))  # root may write anywhere, but not into a file
+    result = run("index", folder, "--json")
+    assert (result.code, json.loads(result.out)["not_kept"]) == (1, 3)
+    shown = run("index", folder)
+    assert shown.code == 1
+    assert "set GPUPIPE_CACHE" in shown.out
+    video = next(folder.glob("*.*"))
+    assert "not kept" in run("probe", video, "--device", "cpu").out
+
+
+def test_the_cache_is_listed_and_cleared(run, folder: Path, fresh_cache: Path) -> None:  # type: ignore[no-untyped-def]
+    assert json.loads(run("cache", "ls", "--json").out)["indices"] == 0
+    assert run("index", folder).code == 0
+    listed = json.loads(run("cache", "ls", "--json").out)
+    assert (listed["indices"], listed["removed"], listed["cache"]) == (3, 0, str(fresh_cache))
+    assert listed["size_bytes"] == sum(file.stat().st_size for file in fresh_cache.rglob("*.gpx")) > 0
+    assert "removed" in run("cache", "clear").out
+    assert list(fresh_cache.rglob("*.gpx")) == []
+    assert run("cache", "away").code == 2
+
+
+def test_bench_tells_of_a_run_too_short_for_a_rate(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    shown = run("bench", folder, "--clips", "4", *SMALL).out
+    assert "note  only" in shown
+    assert "--warmup leaves out" in shown
+
+
 def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plot, file = tmp_path / "plot.png", tmp_path / "report.json"
     result = run("bench", folder, "--clips", "10", *SMALL, "--json", "--plot", plot, "--report", file)
@@ -167,7 +205,7 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
     ("arguments", "named"),
     [
         (["probe", "no/such.mp4"], "no/such.mp4"),
-        (["probe", "{tmp}"], "is a folder"),
+        (["probe", "{tmp}"], "`gpupipe index` goes through a folder"),
         (["probe", "{tmp}/empty.mp4"], "empty.mp4"),
         (["bench", "no/such/folder"], "no/such/folder"),
         (["bench", "{tmp}/void"], "void"),
@@ -177,6 +215,7 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
         (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "nvdec"], "nvdec"),
         (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "dali"], "dali"),
         (["bench", "{tmp}/empty.mp4", "--size", "0"], "size"),
+        (["bench", "{tmp}/empty.mp4", "--transform", "run.yaml"], "--config run.yaml"),
         (["bench", "{tmp}/empty.mp4", "--report", "no/folder/x.json"], "no/folder"),
         (["bench", "{tmp}/empty.mp4", "--report", "{tmp}/void"], "--report {tmp}/void is a folder"),
         (["bench", "{tmp}/empty.mp4", "--plot", "{tmp}/void.png"], "--plot {tmp}/void.png is a folder"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpupipe.config import (
+    AffineConfig,
+    AutoAugmentConfig,
     BatchConfig,
+    BlurConfig,
+    CacheConfig,
     ClipConfig,
+    ColorJitterConfig,
     DecodeConfig,
+    ErasingConfig,
     JitterConfig,
     LoaderConfig,
+    MixConfig,
     SourceConfig,
     StageConfig,
     TransformConfig,
@@ -206,6 +214,70 @@ def test_an_error_says_what_the_field_is_for() -> None:
     with pytest.raises(ConfigError) as caught:
         LoaderConfig(clip={"frame": 3})
     assert "ClipConfig has frames, stride" in (caught.value.fix or "")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("frames", r"did you mean 'clip\.frames'\?\n.*write clip=\{'frames': …\}"),
+        ("size", r"did you mean 'transform\.size' or 'batch\.size'"),
+        ("prefetch", r"jitter=\{'depth': …\}"),
+        ("num_workers", r"decode=\{'threads': …\}"),
+        ("after", "give it to VideoLoader itself"),
+        ("shuffel", "did you mean 'shuffle'"),
+        ("collate_fn", "known keys: source"),
+    ],
+)
+def test_an_unknown_name_leads_to_where_it_belongs(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        LoaderConfig().override({name: 4})
+    assert str(caught.value).count("did you mean") <= 1
+
+
+@pytest.mark.parametrize(
+    ("values", "stage"),
+    [
+        ({"transform": {"color_jitter": 0.4}}, ColorJitterConfig),
+        ({"transform": {"color_jitter": (0.4, 0.4, 0.4, 0.1)}}, ColorJitterConfig),
+        ({"transform": {"auto_augment": "randaugment"}}, AutoAugmentConfig),
+        ({"transform": {"mix": True}}, MixConfig),
+        ({"transform": {"affine": 10}}, AffineConfig),
+        ({"transform": {"blur": True}}, BlurConfig),
+        ({"transform": {"erasing": 0.25}}, ErasingConfig),
+        ({"transform": 5}, TransformConfig),
+        ({"clip": 16}, ClipConfig),
+        ({"batch": "8"}, BatchConfig),
+        ({"decode": "cpu"}, DecodeConfig),
+        ({"jitter": 4}, JitterConfig),
+        ({"cache": "device"}, CacheConfig),
+        ({"source": "folder"}, SourceConfig),
+    ],
+)
+def test_a_value_in_the_place_of_a_mapping_is_told_the_form(values: dict[str, Any], stage: type[StageConfig]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig.parse(values)
+    assert stage.example in (caught.value.fix or "")
+    stage(**ast.literal_eval(stage.example))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hflip": True}, "TransformConfig.hflip: Input should be a number, not true or false"),
+        ({"grayscale": False}, "grayscale: Input should be a number, not true or false"),
+        ({"mean": (123.7, 116.3, 103.5)}, r"scale of 0 to 255 .*\n.*divide mean and std by 255"),
+        ({"std": 58.4}, "scale of 0 to 255"),
+        ({"mean": -0.1}, "greater than or equal to 0"),
+    ],
+)
+def test_values_that_mean_something_else_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TransformConfig(**fields)
+
+
+def test_one_mean_stands_for_three() -> None:
+    config = TransformConfig(mean=0.5, std=0.25)  # type: ignore[arg-type]
+    assert (config.mean, config.std) == ((0.5,) * 3, (0.25,) * 3)
 
 
 def test_torch_dtypes_are_names_too() -> None:

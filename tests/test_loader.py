@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import json
 import os
@@ -22,8 +23,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clips import spoilt
 
-from gpupipe import Batch, VideoLoader, VideoReader
+from gpupipe import Batch, TransformParams, VideoLoader, VideoReader
 from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.data import index as indices
 from gpupipe.data import loader as loader_room
@@ -34,7 +36,7 @@ from gpupipe.data.transform import ClipTransform, affine
 from gpupipe.device.inventory import DecoderCaps
 from gpupipe.errors import ClosedError, ConfigError, DecodeError, DeviceError, GpupipeError, OpenError, SampleError, SourceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import ClipRecord
+from gpupipe.types import ClipRecord, FramePick
 
 SMALL: dict[str, Any] = {
     "clip": {"frames": 4, "stride": 2},
@@ -144,6 +146,62 @@ def test_a_record_is_enough_to_make_its_clip_again(folder: Path) -> None:
                 assert torch.equal(batch.video[row], remade(record, ClipTransform(config, 4)))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"transform": {"size": 24, "layout": "NTCHW", "dtype": "uint8", "color_jitter": {"contrast": 0.4}}},
+        {"transform": {"size": 24, "draws": "frame", "affine": {"degrees": 20}, "erasing": {"p": 1.0, "value": "random"}}},
+        {"transform": {"size": 24, "crop": "three", "memory_format": "channels_last_3d"}, "batch": 3, "clips_per_video": 3},
+        {"clip": {"frames": 4, "fps": 12.5, "blend": True, "reverse": 0.5}, "decode": {"cpu_workers": 1}},
+        {
+            "before": lambda clip: clip.video[..., ::2, ::3],
+            "after": lambda clip: clip.video.mul_(float(clip.rng.uniform(1, 2))),
+        },
+    ],
+)
+def test_a_record_is_replayed_bit_for_bit(options: dict[str, Any], folder: Path) -> None:
+    settings = SMALL | options
+    if clips := settings.pop("clips_per_video", 0):
+        settings["clip"] = {**settings["clip"], "clips_per_video": clips}
+    with VideoLoader(folder, **settings, seed=5) as loader:
+        for number, batch in enumerate(loader):
+            for row, record in enumerate(batch.clips):
+                found = loader.replay(record)
+                assert torch.equal(found, batch.video[row])
+                assert (found.dtype, found.stride()) == (batch.video.dtype, batch.video[row].stride())
+            if number == 2:  # the epoch is under way
+                break
+    other = VideoLoader(str(folder / "even/0.mp4"), **settings | {"batch": settings["batch"] if clips else 1})
+    assert torch.equal(other.replay(record), batch.video[-1]), "another loader of that kind does as well"
+
+
+def test_a_record_with_other_parameters_gives_the_clip_with_these(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        record = next(iter(loader)).clips[0]
+        flipped = dataclasses.replace(record, params=dataclasses.replace(record.params, hflip=not record.params.hflip))
+        assert torch.allclose(loader.replay(flipped), loader.replay(record).flip(-1), atol=1e-5)
+
+
+def test_what_cannot_be_replayed_says_why(folder: Path) -> None:
+    with VideoLoader(folder, **SMALL) as loader:
+        batch = next(iter(loader))
+        record = batch.clips[0]
+        with pytest.raises(ConfigError, match=r"not from a Batch\n.*batch\.clips\[k\]"):
+            loader.replay(batch)  # type: ignore[arg-type]
+        far = dataclasses.replace(record, pick=FramePick((0, 1, 2, 99), (True,) * 4))
+        with pytest.raises(SampleError, match="frames 0 to 99"):
+            loader.replay(far)
+        short = dataclasses.replace(record, pick=FramePick((0, 1), (True,) * 2))
+        with pytest.raises(ConfigError, match="2 frames, this loader's have 4"):
+            loader.replay(short)
+        large = dataclasses.replace(record, params=TransformParams((0.0, 0.0, 999.0, 999.0), (0, 0, 999, 999)))
+        with pytest.raises(GpupipeError, match="does not fit"):
+            loader.replay(large)
+        with pytest.raises(OpenError, match="nowhere"):
+            loader.replay(dataclasses.replace(record, path="nowhere.mp4"))
+
+
 def test_uncropped_clips_are_the_frames_of_the_reader(folder: Path) -> None:
     transform = {"size": (240, 320), "crop": "none", "hflip": 0, "dtype": "uint8", "layout": "NTCHW"}
     with VideoLoader(str(folder / "even/0.mp4"), clip={"frames": 3}, transform=transform, batch=1, device="cpu") as loader:
@@ -164,6 +222,21 @@ def test_columns_travel_with_their_clip(folder: Path, tmp_path: Path) -> None:
         assert batch["score"].tolist() == [label / 8 for label in batch["label"].tolist()]
         assert batch.text == {"name": [Path(path).name for path in batch.paths]}
         assert [paths[label] for label in batch["label"].tolist()] == [Path(path) for path in batch.paths]
+
+
+def test_labels_may_be_names(folder: Path) -> None:
+    rows = [{"path": str(path), "label": path.parent.name} for path in sorted(folder.rglob("*.*"))]
+    with VideoLoader(rows, **SMALL) as loader:
+        assert loader.classes == ("even", "odd")
+        for batch in loader:
+            assert [loader.classes[number] for number in batch["label"]] == [Path(path).parent.name for path in batch.paths]
+    with VideoLoader(rows[:2], **SMALL, source={"classes": ("odd", "even")}) as loader:
+        assert next(iter(loader))["label"].tolist() == [1, 1]
+
+
+def test_several_functions_are_told_to_be_one(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="write one function that calls them"):
+        VideoLoader(folder, **SMALL, after=[torch.abs, torch.neg])  # type: ignore[arg-type]
 
 
 def test_a_model_takes_a_batch_by_name(folder: Path) -> None:
@@ -728,6 +801,36 @@ def test_a_clip_that_is_too_short_is_a_bad_sample(tricky: Path, folder: Path) ->
         assert "too short: 1 frames" in loader.bad_files[short]
     with VideoLoader([short], **{**SMALL, "clip": clip, "batch": 1}, on_bad_file="raise") as loader, pytest.raises(SampleError):
         next(iter(loader))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_damage_inside_a_file_is_counted_and_told(
+    workers: int, folder: Path, clips: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rotten = str(spoilt(clips["h264"], tmp_path / "rot.mp4", 0))
+    rows = [{"path": rotten, "start_frame": 4}, str(folder / "even/0.mp4"), str(folder / "even/2.avi"), rotten]
+    with VideoLoader(rows, **SMALL, decode={"cpu_workers": workers}) as loader:
+        for _ in range(2):
+            assert sum(len(batch.clips) for batch in loader) == 4
+        stats = loader.stats()
+        assert not loader.bad_files
+    assert stats["damaged_frames"] >= 8
+    told = [record for record in caplog.records if f"{rotten} is damaged" in record.getMessage()]
+    assert len(told) == 1
+    assert "'damaged': 'bad'" in told[0].getMessage()
+
+
+def test_damaged_clips_may_count_as_bad(folder: Path, clips: dict[str, Path], tmp_path: Path) -> None:
+    rotten = str(spoilt(clips["h264"], tmp_path / "rot.mp4", 0))
+    rows = [{"path": rotten, "start_frame": start} for start in (4, 40)] + [{"path": str(folder / "even/2.avi")}]
+    with VideoLoader(rows, **SMALL | {"batch": 1}, decode={"damaged": "bad"}, on_bad_file="skip", shuffle=False) as loader:
+        found = [batch.clips[0] for batch in loader]
+        stats = loader.stats()
+    assert [(clip.path, clip.pick.indices[0]) for clip in found[:1]] == [(rotten, 40)], "its whole part is used"
+    assert len(found) == 2
+    assert "frame 4 whole" in loader.bad_files[rotten]
+    assert stats["bad_clips"] == 1
+    assert stats["damaged_frames"] == 0
 
 
 def test_all_files_bad_is_one_clear_error(tmp_path: Path) -> None:

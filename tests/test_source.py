@@ -13,7 +13,7 @@ import pytest
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
-from gpupipe.data.source import class_names, collect, column_kinds, start_frame
+from gpupipe.data.source import class_names, collect, column_kinds, label_names, number_labels, start_frame
 from gpupipe.errors import ConfigError, OpenError, SourceError
 from gpupipe.types import Entry
 
@@ -168,7 +168,7 @@ def test_the_path_column_may_have_another_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "says"),
     [
-        ("t.csv", ["file,label", "a.mp4,1"], "t.csv line 2 has no 'path'; its columns are file, label"),
+        ("t.csv", ["file,label", "a.mp4,1"], "t.csv names no column 'path'; its columns are file, label"),
         ("t.csv", ["path,label", "a.mp4,1", ",2"], "t.csv line 3 has no 'path'"),
         ("t.csv", ["path,label", "a.mp4,1", "b.mp4"], "t.csv line 3 has not as many cells as the header"),
         ("t.csv", ["path,label", "a.mp4,1,2"], "t.csv line 2 has not as many cells as the header"),
@@ -243,11 +243,12 @@ def test_each_class_has_one_number() -> None:
 @pytest.mark.parametrize(
     ("columns", "asked", "says"),
     [
-        ([{"label": "cat"}], [], "a label is a number of at most 64 bits: a.mp4 has 'cat'"),
-        ([{"label": 1}, {"label": 2**63}], [], "at most 64 bits: b.mp4 has 9223372036854775808"),
-        ([{"label": 1}, {}], [], "b.mp4 has no value in column 'label' (its columns: none)"),
+        ([{"label": "cat"}], [], "labels are numbers of at most 64 bits, or all of them names: a.mp4 has 'cat'"),
+        ([{"label": 1}, {"label": 2**63}], [], "at most 64 bits, or all of them names: b.mp4 has 9223372036854775808"),
+        ([{"label": 1}, {}], [], "b.mp4 has no label, and other rows have one"),
         ([{"a": 1}, {"a": None}], ["a"], "b.mp4 has no value in column 'a' (its columns: a)"),
         ([{}, {}], ["fps"], "a.mp4 has no value in column 'fps'"),
+        ([{"score": 1}, {"score": 2}], ["scor"], "(its columns: score); did you mean 'score'?"),
         ([{"mask": 1}], ["mask"], "'mask' has the name of a tensor of the batch"),
     ],
 )
@@ -337,7 +338,7 @@ def test_a_label_that_is_not_finite_is_named(tmp_path: Path, label: str) -> None
     (tmp_path / "t.csv").write_text(f"path,label,score\na.mp4,1,2\nb.mp4,{label},nan\n")
     entries = collect(tmp_path / "t.csv", CONFIG)
     assert column_kinds([replace(e, columns={"score": e.columns["score"]}) for e in entries], ["score"]) == {"score": "float"}
-    with pytest.raises(SourceError, match=r"b\.mp4 has the label"):
+    with pytest.raises(SourceError, match=r"b\.mp4 \(.*t\.csv line 3\) has the label"):
         column_kinds(entries, [])
 
 
@@ -357,3 +358,44 @@ def test_a_link_in_a_circle_is_told_as_such(tmp_path: Path) -> None:
 def test_endings_have_their_dot(ending: str) -> None:
     with pytest.raises(ConfigError, match=r"SourceConfig\.extensions: .*with its dot"):
         SourceConfig(extensions=(".mkv", ending))
+
+
+def test_names_of_classes_are_numbered_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("path,label\na.mp4,run\nb.mp4,jump\nc.mp4,run\n")
+    entries = collect(tmp_path / "t.csv", CONFIG)
+    assert label_names(entries, CONFIG) == ("jump", "run")
+    numbered = number_labels(entries, ("jump", "run"))
+    assert [entry.columns["label"] for entry in numbered] == [1, 0, 1]
+    assert column_kinds(numbered, []) == {"label": "int"}
+    shared = SourceConfig(classes=("hop", "jump", "run"))
+    assert [e.columns["label"] for e in number_labels(entries, label_names(entries, shared))] == [2, 1, 2]
+    with pytest.raises(
+        SourceError, match=r"b\.mp4 \(.*t\.csv line 3\) has the label 'jump', which source.classes does not name"
+    ):
+        number_labels(entries, ("run",))
+
+
+@pytest.mark.parametrize("labels", [["1", "cat"], ["", "cat"], [1, "cat"], [1, 2], [None, "cat"]])
+def test_labels_that_are_not_all_names_are_not_numbered(labels: list[Any]) -> None:
+    assert label_names([Entry("a.mp4", {"label": label}) for label in labels], CONFIG) == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["path,label", "a.mp4,1", "b.mp4,"], r"b\.mp4 \(.*t\.csv line 3\) has ''"),
+        (["a.mp4 3", "b.mp4 4"], r"first line of .* names no column 'path'; its columns are a\.mp4 3\n.*path,label"),
+        (["a.mp4,3"], r"first line of .* names no column 'path'; its columns are a\.mp4, 3"),
+    ],
+)
+def test_lists_that_are_no_tables_say_what_is_missing(lines: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    with pytest.raises(SourceError, match=says):
+        column_kinds(collect(tmp_path / "t.csv", CONFIG), [])
+
+
+@pytest.mark.parametrize("url", ["https://host/a.mp4", "S3://bucket/a.mp4"])
+def test_a_url_is_refused_as_one(url: str) -> None:
+    for videos in (url, [url]):
+        with pytest.raises(SourceError, match="is a URL"):
+            collect(videos, CONFIG)

@@ -74,6 +74,7 @@ def test_frames_of_another_size_are_cropped_as_such(clips: dict[str, Path]) -> N
     batch = load(clips, before=halved, transform=TRANSFORM | {"crop": "none", "hflip": 0})
     with VideoReader(clips["h264"], device="cpu") as reader:
         height, width = reader.info.display_size
+    assert {(p.frame, p.displayed) for p in batch.params} == {((height // 2, width // 2), (height, width))}
     assert {p.crop for p in batch.params} == {(0, 0, height // 2, width // 2)}
 
 
@@ -205,6 +206,37 @@ def test_an_error_of_gpupipe_in_it_is_not_the_videos(clips: dict[str, Path], tmp
             next(iter(loader))
         assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
         assert loader.bad_files == {}
+
+
+def test_an_error_of_it_in_a_replay_is_the_callers(clips: dict[str, Path]) -> None:
+    calls: list[int] = []
+
+    def fails_later(clip: Clip) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError("of my own")
+
+    with VideoLoader([str(clips["h264"])], before=fails_later, **PLAIN | {"batch": 1}) as loader:
+        record = next(iter(loader)).clips[0]
+        with pytest.raises(ValueError, match="of my own") as caught:
+            loader.replay(record)
+    assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
+
+
+def test_one_that_makes_another_clip_again_is_still_inside_of_its_loader(clips: dict[str, Path]) -> None:
+    calls: list[int] = []
+
+    def greedy(clip: Clip) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            loader.replay(record)
+            loader.close()
+
+    with VideoLoader([str(clips["h264"])], before=greedy, **PLAIN | {"batch": 1}) as loader:
+        record = next(iter(loader)).clips[0]
+        with pytest.raises(GraphError, match="called while it makes a clip"):
+            loader.replay(record)
+    assert len(calls) == 3
 
 
 class Hangs:

@@ -94,12 +94,32 @@ def test_a_preset_gives_way_to_what_is_named_beside_it(tmp_path: Path) -> None:
     loader = LoaderConfig.from_yaml(file)
     assert loader.transform == TransformConfig(preset="kinetics_eval")
     assert loader.override({"transform": {"size": 112}}).transform == TransformConfig(preset="kinetics_eval", size=112)
-    assert loader.override({"transform": "videomae"}).transform == TransformConfig(preset="videomae"), "another begins anew"
+    assert loader.override({"transform": "videomae"}).transform == TransformConfig(preset="videomae"), "another takes its place"
     loader.to_yaml(file)
     assert LoaderConfig.from_yaml(file) == loader
+    again = LoaderConfig.from_yaml(file).override({"transform": "videomae"})
+    assert again.transform == TransformConfig(preset="videomae"), "a saved file names every field, and means none of them more"
     whole = TransformConfig(preset="kinetics_eval", crop="none")
     assert whole.short_side is None, "it belongs to the preset's crop"
     assert TransformConfig(**whole.model_dump()) == whole
+
+
+def test_a_preset_as_an_argument_leaves_what_the_configuration_says() -> None:
+    base = LoaderConfig(transform={"size": 224, "hflip": 0.0, "dtype": "float32"})
+    for part in ("kinetics_train", {"preset": "kinetics_train"}):
+        found = base.override({"transform": part}).transform
+        assert found == TransformConfig(preset="kinetics_train", hflip=0.0, dtype="float32")
+    found = base.override({"transform": {"preset": "kinetics_train", "hflip": 0.25}}).transform
+    assert (found.hflip, found.dtype, found.color_jitter is None) == (0.25, "float32", False), "what the argument names wins"
+    base = LoaderConfig(transform={"preset": "kinetics_eval", "dtype": "uint8"})
+    assert base.override({"transform": "diffusion"}).transform == TransformConfig(preset="diffusion", dtype="uint8")
+    assert base.override({"transform": TransformConfig(size=8)}).transform == TransformConfig(size=8), "a model is whole"
+    small = LoaderConfig(transform={"preset": "kinetics_eval", "size": 112})
+    for name in ("kinetics_eval", "videomae"):
+        found = small.override({"transform": name}).transform
+        assert found == TransformConfig(preset=name, size=112), (
+            "a short side that the preset made of the size is none of its own"
+        )
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from pydantic import Field
 
 from gpupipe.cli.console import Progress, check_writable, emit_json, existing, say, say_facts, size_text, to_json
 from gpupipe.config import LoaderConfig, SourceConfig, StageConfig
-from gpupipe.errors import GpupipeError
+from gpupipe.errors import ConfigError, GpupipeError
 
+_FEW_BATCHES = 10
+"""Fewer say little of a rate."""
 _PASS_BATCHES = 64
 """Batches in a pass, at least,"""
 _PASS_CLIPS = 65536
@@ -93,6 +95,10 @@ def bench(config: BenchConfig) -> dict[str, Any]:
             raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
         if file is not None:
             check_writable(option, file)
+    if config.transform is not None and config.transform.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"--transform {config.transform} is a file, not a preset", fix=f"--config {config.transform} takes it"
+        )
     if config.plot is not None and config.plot.suffix.lower() != ".png":
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     settings = _loader_config(config)
@@ -139,7 +145,7 @@ def command(
     transform: Annotated[
         str | None, typer.Option(help="kinetics_train, kinetics_eval, videomae or diffusion; the loader's default.")
     ] = None,
-    size: Annotated[int | None, typer.Option(help="Side of the output in pixels; 224.")] = None,
+    size: Annotated[int | None, typer.Option(help="Side of the output in pixels; the transform's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Clips in a batch; 8.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     decoder: Annotated[Literal["auto", "nvdec", "dali", "cpu"] | None, typer.Option(help="auto, nvdec, dali or cpu.")] = None,
@@ -207,5 +213,8 @@ def _say_report(report: dict[str, Any]) -> None:
         ("  of it torch's", size_text(use["peak_torch_bytes"])),
         ("substituted", m["substituted"]),
     ])  # fmt: skip
+    if m["batches"] < _FEW_BATCHES:
+        start = "" if m["warmup_batches"] else ", and the start, which --warmup leaves out, is among them"
+        say(f"note  only {m['batches']} batches were measured{start}: measure longer (--seconds, --clips) for a rate to go by")
     for path, why in m["bad_files"].items():
         say(f"bad file  {path}: {why.splitlines()[0]}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,6 +48,8 @@ __all__ = [
 class SourceConfig(StageConfig):
     """Which files count as videos when a folder is given, and where labels come from."""
 
+    example: ClassVar[str] = '{"label_from": "folder"}'
+
     extensions: tuple[str, ...] = (
         ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
         ".ogv",
@@ -58,12 +60,13 @@ class SourceConfig(StageConfig):
     label_from: Literal["column", "folder"] = "column"
     """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
     classes: tuple[str, ...] = ()
-    """Names of the folders in the order of their numbers; none: those that are there, sorted. Give a validation set the
-    ``classes`` of the training loader: it may lack some."""
+    """Names of the folders, or of the labels where these are text, in the order of their numbers; none: those that are there,
+    sorted. Give a validation set the ``classes`` of the training loader: it may lack some."""
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
     label_column: str = "label"
-    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here."""
+    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
+    their place among ``classes``."""
 
     @field_validator("extensions")
     @classmethod
@@ -85,6 +88,8 @@ class SourceConfig(StageConfig):
 class ClipConfig(StageConfig):
     """Which frames make a clip. All positions are in display order; times are in seconds of the video's clock."""
 
+    example: ClassVar[str] = '{"frames": 16, "stride": 4}'
+
     frames: Annotated[int, Field(ge=1, le=4096)] = 16
     """Frames in a clip (T)."""
     stride: Annotated[int, Field(ge=1, le=1_000_000)] = 1
@@ -97,7 +102,8 @@ class ClipConfig(StageConfig):
     ``uniform``: the middle frames of T equal segments of the video. ``stratified``: one random frame out of each of T equal
     segments (Wang et al., Temporal Segment Networks, ECCV 2016)."""
     clips_per_video: Annotated[int, Field(ge=1, le=256)] = 1
-    """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
+    """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them.
+    With a ``start_frame`` in the row all of them show the same frames, in crops of their own."""
     speed: SpeedRange = (1.0, 1.0)
     """TimeWarp: how many times as fast the clip runs, drawn uniformly from (low, high); one number fixes it. The distance
     between frames, by ``stride`` or ``fps``, is multiplied by it."""
@@ -130,6 +136,8 @@ class ClipConfig(StageConfig):
 class BatchConfig(StageConfig):
     """How clips are grouped."""
 
+    example: ClassVar[str] = '{"size": 8, "drop_last": False}'
+
     size: Annotated[int, Field(ge=1)] = 8
     """Clips in a batch."""
     drop_last: bool = True
@@ -138,6 +146,8 @@ class BatchConfig(StageConfig):
 
 class DecodeConfig(StageConfig):
     """Where and by how many threads videos are decoded."""
+
+    example: ClassVar[str] = '{"decoder": "cpu"}'
 
     decoder: Literal["auto", "nvdec", "dali", "cpu"] = "auto"
     """``auto``: NVDEC for what the engine has on a CUDA device, else the CPU; ``nvdec``: an error where NVDEC cannot serve;
@@ -155,12 +165,20 @@ class DecodeConfig(StageConfig):
     means three of four cores. ``auto`` divides the cores by the ranks on this machine: ``LOCAL_WORLD_SIZE``, as torchrun sets
     it, else those of torch.distributed, at most one for each visible GPU. Give a number where each rank is bound to cores of
     its own, or where a launcher tells neither."""
+    damaged: Literal["keep", "bad"] = "keep"
+    """Frames of which FFmpeg tells that it could not decode them whole and patched them up, and those that may be predicted
+    from such a picture. ``keep``: they are used, told once a file in the log and counted as ``damaged_frames`` in ``stats()``.
+    ``bad``: a clip that has one is that of a bad file (``on_bad_file``). Only software can tell: NVDEC patches up damage
+    without a word, so ``bad`` is sure where ``decoder`` is ``cpu``, and for H.264 and MPEG-1/2/4: FFmpeg notices little in
+    HEVC, VP9 and AV1."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 
 
 class JitterConfig(StageConfig):
     """How many batches are prepared ahead, and in which order they come."""
+
+    example: ClassVar[str] = '{"depth": 4}'
 
     depth: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches in preparation or ready, not yet taken by the consumer. While processes help NVDEC (``decode.cpu_workers``) and
@@ -173,6 +191,8 @@ class JitterConfig(StageConfig):
 
 class CacheConfig(StageConfig):
     """What is kept for later epochs and fetched ahead of need. All of it is off unless asked for; none changes a pixel."""
+
+    example: ClassVar[str] = '{"clips": "device", "clips_gib": 4}'
 
     clips: Literal["off", "device", "pinned"] = "off"
     """Keep decoded clips, as the codec made them: ``device``: in the device's memory; ``pinned``: in page-locked host memory,
@@ -197,6 +217,13 @@ class CacheConfig(StageConfig):
 
 class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
+
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("before", "after"), "give it to VideoLoader itself: functions are no part of a configuration"),
+        **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
+        "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
+        "batch_size": "write batch=…",
+    }
 
     source: SourceConfig = SourceConfig()
     """Which files are videos, and where labels come from."""
@@ -243,8 +270,8 @@ class LoaderConfig(StageConfig):
         return (value,) if isinstance(value, str) else value
 
     def override(self, values: dict[str, Any]) -> Self:
-        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest; one
-        that names a preset begins anew from that.
+        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest. A
+        preset takes the place of the preset or the defaults that were there: fields that had other values than these keep them.
 
         Raises:
             ConfigError: for an unknown field or a value outside its range.
@@ -254,8 +281,10 @@ class LoaderConfig(StageConfig):
             stage = getattr(self, name, None)
             part = self._batch_of_size(value) if name == "batch" else value
             part = {"preset": part} if name == "transform" and isinstance(part, str) else part
-            if isinstance(stage, StageConfig) and isinstance(part, dict) and "preset" not in part:
+            if isinstance(stage, StageConfig) and isinstance(part, dict):
                 kept = {field: getattr(stage, field) for field in stage.model_fields_set}
+                if isinstance(stage, TransformConfig) and part.get("preset") is not None:
+                    kept = stage.own  # by value, since a saved configuration names every field
                 for one, other in (("stride", "fps"), ("fps", "stride")):  # the one that is named now takes the other's place
                     if name == "clip" and one in part and other not in part:
                         kept.pop(other, None)

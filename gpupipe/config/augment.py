@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -25,6 +25,8 @@ from gpupipe.config.stage import StageConfig
 class ColorJitterConfig(StageConfig):
     """ColorJitter: the four adjustments in a random order, each by a factor drawn uniformly from its range."""
 
+    example: ClassVar[str] = '{"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}'
+
     brightness: FactorRange = (1.0, 1.0)
     """Factor of RGB; a number b means [max(0, 1 - b), 1 + b]."""
     contrast: FactorRange = (1.0, 1.0)
@@ -46,6 +48,8 @@ class ColorJitterConfig(StageConfig):
 class AffineConfig(StageConfig):
     """RandomAffine about the centre of the output. It is part of the one resampling: what a turn brings in from outside of the
     crop is picture as far as the frame reaches, and the transform's ``fill`` beyond."""
+
+    example: ClassVar[str] = '{"degrees": 10, "translate": (0.1, 0.1), "scale": (0.9, 1.1)}'
 
     degrees: DegreeRange = (0.0, 0.0)
     """Range of the rotation, clockwise; a number d means [-d, d]."""
@@ -70,6 +74,8 @@ class AutoAugmentConfig(StageConfig):
     of operations and magnitudes. One draw serves the whole clip. Moves are part of the one resampling, so they come before
     the changes of colour, whatever the order in which they were drawn."""
 
+    example: ClassVar[str] = '{"policy": "randaugment", "num_ops": 2, "magnitude": 9}'
+
     policy: Literal["randaugment", "trivialaugment"] = "randaugment"
     """How operations and their strength are drawn."""
     num_ops: Annotated[int, Field(ge=0, le=16)] = 2
@@ -89,6 +95,8 @@ class AutoAugmentConfig(StageConfig):
 class BlurConfig(StageConfig):
     """GaussianBlur of the output, before the normalisation."""
 
+    example: ClassVar[str] = '{"kernel_size": 23, "sigma": (0.1, 2.0), "p": 0.5}'
+
     kernel_size: Annotated[int, Field(ge=1, le=511)] = 23
     """Taps along each axis; odd."""
     sigma: SigmaRange = (0.1, 2.0)
@@ -106,6 +114,8 @@ class BlurConfig(StageConfig):
 
 class ErasingConfig(StageConfig):
     """RandomErasing (Zhong et al., AAAI 2020): one box, the same in every frame of the clip, after the normalisation."""
+
+    example: ClassVar[str] = '{"p": 0.25}'
 
     p: Share = 0.25
     """Probability."""
@@ -129,6 +139,8 @@ class MixConfig(StageConfig):
 
     Each clip is mixed with the one before it in the batch, as in torchvision. With both alphas given, each batch takes one of
     the two, by a fair draw."""
+
+    example: ClassVar[str] = '{"num_classes": 400, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}'
 
     num_classes: Annotated[int, Field(ge=2, le=10**7)]
     """Classes; labels are whole numbers from 0 to ``num_classes`` - 1."""

@@ -54,7 +54,6 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Alpha = Annotated[float, Field(ge=0, le=1e4)]
 """Of a Beta distribution; 0: off."""
 Zoom = Annotated[float, Field(ge=0.01, le=100)]
-Mean = Annotated[float, Field(ge=-1e6, le=1e6)]
 Deviation = Annotated[float, Field(ge=1e-6, le=1e6)]
 """What the difference from the mean is divided by."""
 Part = Annotated[float, Field(gt=0, le=1)]
@@ -80,5 +79,7 @@ SpeedRange = Annotated[
 ]
 Color = Annotated[tuple[Share, Share, Share], BeforeValidator(_three_times)]
 """R, G and B in [0, 1]; one number means a grey."""
+Spread = Annotated[tuple[Deviation, Deviation, Deviation], BeforeValidator(_three_times)]
+"""Positive values for R, G and B; one number stands for all three."""
 Values = Annotated[tuple[float, float, float], BeforeValidator(_three_times)]
 """One value for each channel; one number stands for all three."""

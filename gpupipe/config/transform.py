@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gpupipe.config.augment import (
     AffineConfig,
@@ -16,12 +16,15 @@ from gpupipe.config.augment import (
     MixConfig,
 )
 from gpupipe.config.presets import preset
-from gpupipe.config.ranges import Color, Deviation, Mean, Part, Ratio, Share, ascending
+from gpupipe.config.ranges import Color, Part, Ratio, Share, Spread, ascending
 from gpupipe.config.stage import Misfit, StageConfig, whole_number
 from gpupipe.errors import ConfigError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+
+_OF_CODES = (4.0, 1e6)
+"""Means and deviations between these are of codes, mostly of 8 bits."""
 
 Side = Annotated[int, Field(ge=1, le=8192)]
 ShortSide = Annotated[int, Field(ge=1, le=65536)]
@@ -36,6 +39,8 @@ class TransformConfig(StageConfig):
 
     Whatever the order of the fields, a clip is made in this one: crop, resize, flips and affine move in one resampling; YUV to
     RGB; automatic augmentation, colour jitter, grayscale, channel drop; blur; normalisation; erasing."""
+
+    example: ClassVar[str] = '{"preset": "kinetics_train", "size": 112}'
 
     preset: str | None = None
     """``kinetics_train``, ``kinetics_eval``, ``videomae`` or ``diffusion``: sets further fields; those given here win. The
@@ -82,10 +87,10 @@ class TransformConfig(StageConfig):
     one matrix, and values beyond go on to the normalisation. dtype ``uint8`` is always clamped at the end."""
     blur: BlurConfig | None = None
     """GaussianBlur."""
-    mean: tuple[Mean, Mean, Mean] = IMAGENET_MEAN
-    """Subtracted from RGB in [0, 1]. Not applied to ``dtype='uint8'``."""
-    std: tuple[Deviation, Deviation, Deviation] = IMAGENET_STD
-    """Divides what ``mean`` left. Not applied to ``dtype='uint8'``."""
+    mean: Color = IMAGENET_MEAN
+    """Subtracted from RGB in [0, 1]; one number stands for all three channels. Not applied to ``dtype='uint8'``."""
+    std: Spread = IMAGENET_STD
+    """Divides what ``mean`` left; one number stands for all three channels. Not applied to ``dtype='uint8'``."""
     erasing: ErasingConfig | None = None
     """RandomErasing."""
     draws: Literal["clip", "frame"] = "clip"
@@ -123,6 +128,15 @@ class TransformConfig(StageConfig):
         """Clips that show the same frames, each another part of the picture."""
         return 3 if self.crop == "three" else 1
 
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields that have other values than this transform's preset, or without one the defaults, would give them."""
+        plain = type(self)(preset=self.preset)
+        differ = {name: value for name in type(self).model_fields if (value := getattr(self, name)) != getattr(plain, name)}
+        if self.short_side_is_presets:  # it goes with the size
+            differ.pop("short_side", None)
+        return differ
+
     @model_validator(mode="before")
     @classmethod
     def _from_preset(cls, values: Any) -> Any:
@@ -134,6 +148,16 @@ class TransformConfig(StageConfig):
                 fields.pop("short_side", None)
             return fields
         return values
+
+    @field_validator("mean", "std", mode="before")
+    @classmethod
+    def _of_unit_scale(cls, value: Any, info: ValidationInfo) -> Any:
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, int | float) and _OF_CODES[0] < number <= _OF_CODES[1] for number in numbers):
+            raise Misfit(
+                f"{info.field_name} is on a scale of 0 to 255", fix="divide mean and std by 255: RGB is in [0, 1] here"
+            )
+        return value
 
     @field_validator("dtype", mode="before")
     @classmethod

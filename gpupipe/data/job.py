@@ -54,7 +54,7 @@ class Job:
     files: OpenFiles = UNKEPT
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
-    """Files in which threads were stuck: not tried again."""
+    """Files in which threads were stuck, or visits took too long: not tried again."""
     folder: str = field(default_factory=_working_folder)
     """Where relative paths start, whatever the working directory becomes."""
 

@@ -32,7 +32,9 @@ from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
-from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
+from gpupipe.data.ranks import local_ranks, place
+from gpupipe.data.replay import replay
+from gpupipe.data.source import Videos, class_names, collect, column_kinds, label_names, number_labels, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
@@ -41,9 +43,12 @@ from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, Entry
+from gpupipe.types import Batch, ClipRecord, Entry
 
-_COUNTS = ("clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "cpu_clips", "nvdec_clips")
+_COUNTS = (
+    "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
+    "nvdec_clips",
+)  # fmt: skip
 _CACHE_COUNTS = ("cache_hits", "cache_misses")
 """Counts that :meth:`VideoLoader.stats` has from the start, the latter with a clip cache."""
 
@@ -60,8 +65,8 @@ class VideoLoader:
 
     Args:
         videos: a file, folder, glob pattern or table (.csv, .jsonl with a column ``path``), a mapping with ``path`` and further
-            columns, or a list of these. A column ``label`` travels with each batch; a column ``start_frame`` fixes where the
-            clip of that row starts.
+            columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered) travels with
+            each batch; a column ``start_frame`` fixes where the clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -70,7 +75,8 @@ class VideoLoader:
         before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
             gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
-            dict for a stage changes the fields that it names, a model takes the whole stage's place.
+            dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
+            defaults have them, a model takes the whole stage's place.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
             ``columns``, ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the
             environment).
@@ -100,14 +106,17 @@ class VideoLoader:
         named["device"] = None if device is None else str(device)
         base = LoaderConfig.parse(config)
         settings = base.override({name: value for name, value in named.items() if value is not None} | fields)
-        rank, world_size = _place(settings)
+        rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
         entries = collect(videos, self.config.source)
+        names = label_names(entries, self.config.source)
+        if names:
+            entries = number_labels(entries, names)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
         by_folder = self.config.source.label_from == "folder"
-        self._classes = (self.config.source.classes or class_names(entries)) if by_folder else ()
+        self._classes = (self.config.source.classes or class_names(entries)) if by_folder else names
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
         kinds = column_kinds(entries, self.config.columns)
         if self.config.transform.mix is not None:
@@ -167,7 +176,7 @@ class VideoLoader:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of their numbers, with ``label_from="folder"``; else none."""
+        """The names of the classes in the order of their numbers, where labels are names or folders; else none."""
         return self._classes
 
     @property
@@ -204,11 +213,29 @@ class VideoLoader:
             self._iterator = weakref.ref(iterator)
         return iterator
 
+    def replay(self, record: ClipRecord) -> torch.Tensor:
+        """One clip made again, from its record in :attr:`Batch.clips <gpupipe.Batch>` alone; also amid an epoch.
+
+        Bit for bit what was in the batch before :class:`mix <gpupipe.config.MixConfig>`, where this loader has the
+        configuration, ``before`` and ``after`` of the one that made it. ``dataclasses.replace(record, params=…)`` makes the
+        clip with other parameters.
+
+        Returns:
+            (3, T, H, W) or (T, 3, H, W), as in the batch: its dtype, on this loader's device.
+
+        Raises:
+            ConfigError: for what is no record, or one of clips of another length.
+            SampleError: when the video has no such frames.
+            OpenError, DecodeError, GraphError: when the clip cannot be made; the file is named.
+        """
+        return replay(self._job, record)
+
     def stats(self) -> dict[str, Any]:
         """Counts and durations since the loader was made.
 
         Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
+        ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
         """
@@ -341,7 +368,9 @@ def _refuse_inside(job: Job, call: str) -> None:
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
     for name, function in (("before", before), ("after", after)):
         if function is not None and not callable(function):
-            raise ConfigError(f"{name}={function!r} cannot be called", fix="give a function of a Clip")
+            several = isinstance(function, list | tuple)
+            fix = "write one function that calls them one after the other" if several else "give a function of a Clip"
+            raise ConfigError(f"{name}={function!r} cannot be called", fix=fix)
     return Custom(before, after, config.untagged_matrix, config.untagged_range)
 
 
@@ -355,53 +384,6 @@ def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixC
                 f"{entry.path} has the label {entry.columns['label']}, transform.mix.num_classes is {mix.num_classes}",
                 fix="labels go from 0 to num_classes - 1",
             )
-
-
-def _place(config: LoaderConfig) -> tuple[int, int]:
-    """(rank, number of ranks): as configured, else torch.distributed's, else the environment's, else one alone.
-
-    Raises:
-        ConfigError: when the environment's are no such numbers.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    elif config.rank is not None and config.world_size is not None:  # then the environment's do not count, whatever they are
-        rank, ranks = config.rank, config.world_size
-    else:
-        given = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        if "RANK" not in os.environ and given[1] != "1" and config.rank is None and config.world_size != 1:
-            raise ConfigError(f"WORLD_SIZE={given[1]} is set and RANK is not", fix="give rank= and world_size=")
-        if not all(number.isdecimal() for number in given) or int(given[0]) >= int(given[1]):
-            raise ConfigError(f"RANK={given[0]} and WORLD_SIZE={given[1]} do not fit", fix="give rank= and world_size=")
-        rank, ranks = int(given[0]), int(given[1])
-    world_size = config.world_size or ranks
-    if config.rank is not None:
-        rank = config.rank
-    elif world_size == 1:  # each rank has all
-        rank = 0
-    elif world_size != ranks:  # only the user knows which of them this one is
-        raise ConfigError(f"world_size={world_size} of {ranks} rank(s) that there are needs rank= too", fix="give both")
-    if rank >= world_size:
-        raise ConfigError(f"rank={rank} needs world_size > {rank}, got {world_size}", fix="give both")
-    return rank, world_size
-
-
-def _local_ranks(device: torch.device) -> int:
-    """Ranks that share this machine, as far as they are known: those that the launcher tells of (``LOCAL_WORLD_SIZE``), else
-    those of torch.distributed, of which there are no more here than GPUs.
-
-    Raises:
-        ConfigError: when ``LOCAL_WORLD_SIZE`` is no number of ranks.
-    """
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    if told is not None:
-        if not told.isdecimal() or int(told) < 1:
-            raise ConfigError(f"LOCAL_WORLD_SIZE={told} is no number of ranks", fix="unset it, or give decode.cpu_workers")
-        return int(told)
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 1
-    ranks = torch.distributed.get_world_size()
-    return min(ranks, torch.cuda.device_count()) if device.type == "cuda" else ranks
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
@@ -469,13 +451,14 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
                 fallbacks=fallbacks,
                 telemetry=telemetry,
                 process=DecodeProcess(nice) if processes else None,
+                damaged=decode.damaged,
             )
             for _ in range(count)
         ]
 
     cores = cpu_quota()
     if decode.cpu_workers == "auto":
-        workers = max(1, cores * 3 // (4 * _local_ranks(device)))
+        workers = max(1, cores * 3 // (4 * local_ranks(device)))
     else:
         workers = decode.cpu_workers
     if not hardware:

@@ -196,6 +196,7 @@ class Pipeline:
         limit, work = self._job.config.decode.limit_seconds, self._crew.me.work
         if work is not None and not isinstance(work, Call) and self._crew.me.seconds > limit:
             path = self._job.entry_of(work.task if isinstance(work, Visit) else work).path
+            self._job.stuck_in.add(path)  # the next visit would take as long
             raise DecodeError(f"{path}: a visit to it took longer than {limit:g} s", fix=_LATE, path=path)
         return self._stopping
 
@@ -322,7 +323,7 @@ class Pipeline:
             begun()
             try:
                 if entry.path in job.stuck_in:
-                    raise DecodeError(f"{entry.path}: a decoder was stuck in it before", fix=_LATE, path=entry.path)
+                    raise DecodeError(f"{entry.path}: a visit to it took too long before", fix=_LATE, path=entry.path)
                 with job.telemetry.span("index"):
                     self._ahead.wait_for(job.file_of(entry))
                     index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
@@ -361,19 +362,22 @@ class Pipeline:
         job.telemetry.count("substituted")
         return replace(task, request=job.order.substitute(task.request))
 
-    def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit) -> Planes:
+    def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, *, whole: bool = False) -> Planes:
         if visit.kept is not None:
             planes = engine.recall(visit.kept, visit.entry.path)
         else:
-            planes = engine.run(decoder, visit.index, visit.plan, self._give_up)
+            planes = engine.run(decoder, visit.index, visit.plan, self._give_up, whole=whole)
         self._crew.me.claim()
         return planes
 
     def _help(self, engine: DecodeEngine, visit: Visit) -> Planes | None:
-        """Decodes one of the hardware's clips in software; None where that failed or was late: it is the hardware's again."""
+        """Decodes one of the hardware's clips in software; None where that failed or was late: it is the hardware's again.
+
+        A damaged clip too: the two patch it up each in its own way, and who gets to it first must not show.
+        """
         begin = time.perf_counter()
         try:
-            planes = self._decode(engine, "cpu", visit)
+            planes = self._decode(engine, "cpu", visit, whole=True)
         except _BAD:
             self._crew.me.claim()
             self._job.telemetry.count("helps_failed")
@@ -394,7 +398,9 @@ class Pipeline:
                 frames = visit.plan.frame_map[first : first + len(pick.decoded)]
                 first += len(pick.decoded)
                 source = job.custom.prepare(planes, info, frames, pick, task.request, clip, self._watch)
-                params = job.transform.draw(source.info, clip_generator(task.request, AUGMENT, clip), clip)
+                params = job.transform.draw(
+                    source.info, clip_generator(task.request, AUGMENT, clip), clip, displayed=info.display_size
+                )
                 out = task.assembly.slot(slot, engine.stream)
                 records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
                 clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))

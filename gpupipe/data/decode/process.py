@@ -96,7 +96,7 @@ class DecodeProcess:
             self._drop_child()
             raise
 
-    def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+    def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never, damaged: list[int] | None = None) -> Planes:
         """As :func:`gpupipe.data.decode.cpu.decode`; the planes are valid until the next call.
 
         Raises:
@@ -121,6 +121,8 @@ class DecodeProcess:
         if "error" in told:
             kind = _ERRORS.get(told["error"], DecodeError)
             raise kind(told["message"], fix=told["fix"], path=path, time_seconds=told["time_seconds"])
+        if damaged is not None:
+            damaged += told["damaged"]
         layout = PlaneFormat(**told["format"])
         shape = (len(plan.frames), layout.rows, layout.row_samples)
         dtype = np.uint8 if layout.sample_bytes == 1 else np.uint16

@@ -51,6 +51,7 @@ class _Shared:
 def _answer(request: dict[str, Any], shared: _Shared) -> Sequence[bytes]:
     identity = Identity(**request["identity"])
     try:
+        damaged: list[int] = []
         with within_limit(f"{identity.path} cannot be decoded"):
             index = indices.load(identity.path)
             if index.identity != identity:
@@ -59,12 +60,12 @@ def _answer(request: dict[str, Any], shared: _Shared) -> Sequence[bytes]:
                     fix="is it being written?",
                     path=identity.path,
                 )
-            _, layout = decode_arrays(index, make_plan(index, request["frames"]), never, shared.allocate)
+            _, layout = decode_arrays(index, make_plan(index, request["frames"]), never, shared.allocate, damaged=damaged)
     except GpupipeError as error:
         told = {"error": type(error).__name__, "message": error.message, "fix": error.fix}
         told["time_seconds"] = getattr(error, "time_seconds", None)
         return [json.dumps(told).encode()]
-    return [json.dumps({"format": asdict(layout)}).encode()]
+    return [json.dumps({"format": asdict(layout), "damaged": damaged}).encode()]
 
 
 def main(file: int) -> None:

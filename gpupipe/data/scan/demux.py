@@ -83,11 +83,20 @@ def software_name(codec: str) -> str:
     return "libdav1d" if codec == "av1" else codec
 
 
-def decoded(context: Any, packet: Packet[Any] | None) -> list[Any]:
-    """The frames that a software decoder puts out for a packet, or at the end for None; none for a damaged packet."""
+def decoded(context: Any, packet: Packet[Any] | None, faulty: set[int] | None = None) -> list[Any]:
+    """The frames that a software decoder puts out for a packet, or at the end for None; none for a packet that it refuses.
+
+    Args:
+        faulty: gets the times, in ticks, of packets that were refused and of frames that FFmpeg patched up.
+    """
     import av
 
+    faulty = set() if faulty is None else faulty
     try:
-        return list(context.decode(packet))
+        frames = list(context.decode(packet))
     except av.error.FFmpegError:
+        if packet is not None and packet.pts is not None:
+            faulty.add(packet.pts)
         return []
+    faulty.update(frame.pts for frame in frames if frame.is_corrupt and frame.pts is not None)
+    return frames

@@ -45,6 +45,28 @@ def read(identity: Identity) -> bytes | None:
         return None
 
 
+def stored() -> dict[Path, int]:
+    """The index files of the cache folder, with their bytes; parts that a killed process left included."""
+    found = {}
+    for pattern in ("*/*.gpx", "*/*.part"):
+        for file in (cache_dir() / "index").glob(pattern):
+            with contextlib.suppress(OSError):  # gone since
+                found[file] = file.stat().st_size
+    return found
+
+
+def clear() -> int:
+    """Removes the index files of the cache folder; how many there were.
+
+    Raises:
+        OSError: when one cannot be removed.
+    """
+    files = stored()
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
+
+
 def make(identity: Identity, stop: Stop = never, begun: Callable[[], object] = lambda: None) -> tuple[bytes, str]:
     """Scans a file, as :func:`gpupipe.data.scan.scan.scan` does, and stores its record.
 

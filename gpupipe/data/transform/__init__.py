@@ -9,6 +9,7 @@ sampled by the same kernels, then changed by ``levels``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from gpupipe.data.transform import draw as drawing
 from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.fuse import ClipInput, Fuser
-from gpupipe.data.transform.params import Box, TransformParams, check, whole
+from gpupipe.data.transform.params import Box, Size, TransformParams, check, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
 from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
@@ -76,12 +77,19 @@ class ClipTransform:
         if stretches:
             resize.compile_for(1, self.dtype)
 
-    def draw(self, info: VideoInfo, rng: np.random.Generator, clip: int = 0) -> TransformParams:
+    def draw(
+        self, info: VideoInfo, rng: np.random.Generator, clip: int = 0, *, displayed: Size | None = None
+    ) -> TransformParams:
         """Draws one clip's parameters; generators in equal states give equal ones.
 
-        ``clip`` is its number among those of one visit to the video: it says which part ``crop="three"`` shows.
+        Args:
+            info: of the frames that are to be transformed.
+            rng: where the draws come from.
+            clip: its number among those of one visit to the video: it says which part ``crop="three"`` shows.
+            displayed: (height, width) of the video's displayed frames, where ``info`` may be of others.
         """
-        return drawing.draw_clip(self.config, info.display_size, rng, self.frames, view=clip % self.config.crops)
+        params = drawing.draw_clip(self.config, info.display_size, rng, self.frames, view=clip % self.config.crops)
+        return params if displayed in (None, info.display_size) else replace(params, displayed=displayed)
 
     def apply(
         self,
@@ -166,19 +174,74 @@ class ClipTransform:
                 _erase(out[t : t + 1] if clip.params.frames else out, params.erase, erasing.value, params.noise)
 
     def masks(self, values: torch.Tensor, params: TransformParams, *, fill: float = 0) -> torch.Tensor:
-        """Masks of the displayed frames, (..., H, W) of any dtype, as the clip shows them: see :func:`targets.masks`."""
+        """Masks of the displayed frames as the clip shows them, by the nearest pixel.
+
+        Here and in :meth:`points`, :meth:`boxes` and :meth:`flow`: places are (x, y) in pixels, pixel k covers k to k + 1.
+        Parameters of a clip serve all its frames at once: leading dimensions may be any. With ``draws="frame"`` each frame has
+        its own, and the first dimension of ``values`` is T. Where ``before`` changes the size, ``values`` are of the frames
+        that it gives.
+
+        Args:
+            values: (..., H, W) of any dtype, H and W those of the frames.
+            params: what was drawn, ``batch.params[k]``.
+            fill: stands where the clip shows what lies outside of the frame.
+
+        Returns:
+            (..., height, width) of the transform's ``size``, dtype and device as given.
+
+        Raises:
+            GraphError: for values that are no tensor, or of frames that ``params`` do not fit.
+        """
         return targets.masks(values, params, self.config.size, fill=fill)
 
-    def points(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
-        """Places (..., 2) in the displayed frames as places in the clip: see :func:`targets.points`."""
-        return targets.points(values, params, self.config.size)
+    def points(self, values: torch.Tensor, params: TransformParams, *, frame: Size | None = None) -> torch.Tensor:
+        """Places in the displayed frames as places in the clip.
 
-    def boxes(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
-        """Boxes (..., 4) in the displayed frames as boxes in the clip: see :func:`targets.boxes`."""
-        return targets.boxes(values, params, self.config.size)
+        Args:
+            values: (..., 2) floating point: x, y.
+            params: what was drawn.
+            frame: (height, width) of the frames that the places are in. Needed where ``before`` changes the size: what it does
+                to the pixels is not known here, so move the places likewise and give its frames' size.
+
+        Returns:
+            (..., 2), dtype and device as given; places that the crop cut off lie outside of the clip.
+
+        Raises:
+            GraphError: as :meth:`masks`.
+        """
+        return targets.points(values, params, self.config.size, frame=frame)
+
+    def boxes(self, values: torch.Tensor, params: TransformParams, *, frame: Size | None = None) -> torch.Tensor:
+        """Boxes in the displayed frames as boxes in the clip: upright ones around what was turned, cut at the clip's edges.
+
+        Args:
+            values: (..., 4) floating point: x1, y1, x2, y2 of two corners, the right and lower edge exclusive (a box over the
+                whole frame is 0, 0, W, H).
+            params: what was drawn.
+            frame: as for :meth:`points`.
+
+        Returns:
+            (..., 4): x1, y1, x2, y2, dtype and device as given. A box that the clip does not show has no area: drop those with
+            x1 == x2 or y1 == y2.
+
+        Raises:
+            GraphError: as :meth:`masks`.
+        """
+        return targets.boxes(values, params, self.config.size, frame=frame)
 
     def flow(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
-        """Optical flow (..., 2, H, W) of the displayed frames as that of the clip: see :func:`targets.flow`."""
+        """Optical flow of the displayed frames as that of the clip: resampled, and each vector turned and scaled.
+
+        Args:
+            values: (..., 2, H, W) floating point: along x, along y, in pixels.
+            params: what was drawn.
+
+        Returns:
+            (..., 2, height, width) of the transform's ``size``; 0 outside of the frame.
+
+        Raises:
+            GraphError: as :meth:`masks`.
+        """
         return targets.flow(values, params, self.config.size)
 
     def _make(

@@ -162,7 +162,7 @@ class Custom:
 
     def _call(self, name: str, function: UserTransform, clip: Clip, watch: Watch) -> torch.Tensor:
         watch(Call(name, function, clip.info.path))
-        self._thread.calling = True
+        within, self._thread.calling = self.calling, True  # it may make a clip again by replay, and that calls it too
         try:
             with stage("transform", clip.info.path), torch.no_grad():  # a batch is data: nothing is learnt through it
                 given = function(clip)
@@ -173,7 +173,7 @@ class Custom:
             error.add_note(note)
             raise CallFailed(error) from error
         finally:
-            self._thread.calling = False
+            self._thread.calling = within
             watch(None)
         video = clip.video if given is None else given.video if isinstance(given, Clip) else given
         if not isinstance(video, torch.Tensor):

@@ -66,6 +66,9 @@ class TransformParams:
         blur: standard deviation of the Gaussian in output pixels; 0: none.
         erase: (top, left, height, width) in output pixels of the box that is erased.
         noise: seed of the noise that fills that box, where it is noise.
+        frame: (height, width) of the frames that ``crop`` lies in: the displayed ones, or those that ``before`` gave; None in
+            parameters that were made by hand, which fit any frame that holds ``bounds``.
+        displayed: (height, width) of the displayed frames, where ``before`` gave frames of another size; else None.
         frames: with ``draws="frame"``, the parameters of each frame; the fields above are then those of the first.
     """
 
@@ -80,11 +83,13 @@ class TransformParams:
     blur: float = 0.0
     erase: Box | None = None
     noise: int = 0
+    frame: Size | None = None
+    displayed: Size | None = None
     frames: tuple[TransformParams, ...] = ()
 
     def matrix(self, size: Size) -> NDArray[np.float64]:
         """(3, 3): the place (x, y, 1) in the displayed frame of a place in an output of ``size`` (height, width); in pixels,
-        with pixel k from k to k + 1 on both sides."""
+        with pixel k from k to k + 1 on both sides. Where ``before`` changes the size, in the frames that it gives."""
         (top, left, height, width), (rows, columns) = self.crop, size
         across, down = width / columns, height / rows
         place = np.array(
