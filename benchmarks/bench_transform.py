@@ -66,8 +66,6 @@ def case_of(name: str) -> Case:
         raise ValueError(f"{name!r} is not FORMAT-SIZE-OUTPUT-KIND: nv12 or p010, {', '.join(SIZES)}, a number, train or eval")
     size = int(parts[2])
     config = TransformConfig(preset=f"kinetics_{parts[3]}", size=(size, size))
-    if parts[3] == "eval":
-        config = TransformConfig(preset="kinetics_eval", size=(size, size), short_side=size * 256 // 224)
     return Case(name, 10 if parts[0] == "p010" else 8, *SIZES[parts[1]], config)
 
 

@@ -1,4 +1,5 @@
-"""Writes the tables of every field into docs/configuration.md, out of the models themselves: ``python docs/fields.py``."""
+"""Writes the tables of every field into docs/configuration.md, and of what each preset sets into docs/transforms.md, out of the
+models themselves: ``python docs/fields.py``."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gpupipe.config import LoaderConfig
+from gpupipe.config import PRESETS, LoaderConfig, TransformConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 MARK = "<!-- fields -->"
+PRESETS_PAGE = PAGE.with_name("transforms.md")
+PRESETS_MARKS = ("<!-- presets:begin -->", "<!-- presets:end -->")
 _BOUNDS = (("minimum", "≥ {}"), ("exclusiveMinimum", "> {}"), ("maximum", "≤ {}"), ("exclusiveMaximum", "< {}"))
 _ROLE = re.compile(r":\w+:`([^`]*)`")
 """A cross-reference of reStructuredText."""
@@ -93,5 +96,38 @@ def _values(schema: dict[str, Any], known: dict[str, Any]) -> str:
     return " ".join([kind, ", ".join(bounds)]).strip()
 
 
+def presets_page() -> str:
+    """The page of transforms, with the table of what each preset sets between its marks."""
+    text = PRESETS_PAGE.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(PRESETS_MARKS[0])
+    _, end, after = rest.partition(PRESETS_MARKS[1])
+    return f"{before}{begin}\n{presets_table()}\n{end}{after}"
+
+
+def presets_table() -> str:
+    """One column a preset, one row a field that any of them sets; the last column what holds without a preset."""
+    plain = TransformConfig()
+    made = {name: TransformConfig(preset=name) for name in PRESETS}
+    fields = [name for name in TransformConfig.model_fields if any(name in preset for preset in PRESETS.values())]
+    lines = ["| field | " + " | ".join(f"`{name}`" for name in made) + " | no preset |", "|---" * (len(made) + 2) + "|"]
+    for field in fields:
+        cells = [_preset_value(getattr(config, field)) for config in [*made.values(), plain]]
+        lines.append(f"| `{field}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _preset_value(value: Any) -> str:
+    if isinstance(value, BaseModel):
+        return ", ".join(
+            f"{name} {_preset_value(getattr(value, name))}"
+            for name in type(value).model_fields
+            if name in value.model_fields_set
+        )
+    if isinstance(value, tuple):
+        return "(" + ", ".join(f"{part:.3g}" for part in value) + ")"
+    return "none" if value is None else str(value)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
+    PRESETS_PAGE.write_text(presets_page(), encoding="utf-8")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpupipe.data.decode.lanes import free_decoders
     from gpupipe.data.loader import VideoLoader
     from gpupipe.data.reader import VideoReader
+    from gpupipe.data.transform import ClipTransform, TransformParams
     from gpupipe.errors import ConfigError, DecodeError, GpupipeError
     from gpupipe.types import Batch, VideoInfo
 
@@ -22,6 +23,8 @@ _HOMES = {
     "VideoLoader": "gpupipe.data.loader",
     "VideoReader": "gpupipe.data.reader",
     "free_decoders": "gpupipe.data.decode.lanes",
+    "ClipTransform": "gpupipe.data.transform",
+    "TransformParams": "gpupipe.data.transform",
     "Batch": "gpupipe.types",
     "VideoInfo": "gpupipe.types",
     "LoaderConfig": "gpupipe.config",
@@ -34,16 +37,21 @@ _HOMES = {
     "DecodeError": "gpupipe.errors",
 }
 
+_ROOMS = ("config", "errors", "observe", "types")
+"""Those that the pages name by their path, as in ``gpupipe.observe.show``."""
+
 __all__ = [
     "Batch",
     "BatchConfig",
     "ClipConfig",
+    "ClipTransform",
     "ConfigError",
     "DecodeConfig",
     "DecodeError",
     "GpupipeError",
     "LoaderConfig",
     "TransformConfig",
+    "TransformParams",
     "VideoInfo",
     "VideoLoader",
     "VideoReader",
@@ -53,10 +61,12 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module 'gpupipe' has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    if home is not None:
+        return getattr(importlib.import_module(home), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"gpupipe.{name}")
+    raise AttributeError(f"module 'gpupipe' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOMES])
+    return sorted({*globals(), *_HOMES, *_ROOMS})

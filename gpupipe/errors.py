@@ -64,6 +64,12 @@ class SampleError(GpupipeError, ValueError):
     code = "TT_ERR_SAMPLE"
 
 
+class FrameIndexError(SampleError, IndexError):
+    """A video has no frame at this position."""
+
+    code = "TT_ERR_INDEX"
+
+
 class DeviceError(GpupipeError):
     """A device or a part of its software (driver, NVRTC, headers, a package) is not there."""
 

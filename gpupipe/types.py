@@ -191,6 +191,13 @@ class Entry:
 
     path: str
     columns: Mapping[str, Any] = field(default_factory=dict)
+    where: str = field(default="", compare=False)
+    """The table and line that it comes from; empty without a table."""
+
+    @property
+    def named(self) -> str:
+        """The video, and its line in a table, as errors name it."""
+        return f"{self.path} ({self.where})" if self.where else self.path
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +242,7 @@ class FramePick:
 
 @dataclass(frozen=True, slots=True)
 class ClipRecord:
-    """How one clip of a batch came about: enough to make it again."""
+    """How one clip of a batch came about: enough to make it again, by :meth:`gpupipe.VideoLoader.replay`."""
 
     path: str
     request: ClipRequest
@@ -281,7 +288,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         epoch: the epoch that the batch belongs to, from 0.
         index: position of the batch in its epoch, from 0.
         mix: how the clips were mixed, where they are.
-        substituted: paths that could not be used, one for each time that another sample stood in.
+        substituted: paths that could not be used, one for each time that another sample stood in. ``clips[k].request.attempt``
+            tells which slots have stand-ins: 0 is the sample itself.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ import av
 import numpy as np
 import torch
 
+from gpupipe.data import index as indices
 from gpupipe.data.scan.bitstream.nal import from_annexb, parameter_sets
 
 _BITS = 8
@@ -32,6 +33,17 @@ def luma(number: int, width: int, height: int) -> np.ndarray:
     for bit in range(_BITS):
         picture[: code_rows(height), edges[bit] : edges[bit + 1]] = _HIGH if number >> bit & 1 else _LOW
     return picture
+
+
+def spoilt(source: Path, target: Path, packet: int) -> Path:
+    """A copy of a video with some bits turned amid the packet of this number: the container is whole, the picture not."""
+    index = indices.load(str(source))
+    data = bytearray(source.read_bytes())
+    begin, size = int(index.position[packet]), int(index.size[packet])
+    middle = slice(begin + size * 2 // 3, begin + size * 2 // 3 + 8)
+    data[middle] = bytes(byte ^ 0x5A for byte in data[middle])
+    target.write_bytes(data)
+    return target
 
 
 def code_rows(height: int) -> int:

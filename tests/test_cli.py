@@ -16,8 +16,10 @@ import pytest
 
 from gpupipe import __version__
 from gpupipe.cli import main
+from gpupipe.cli.bench import _long_enough
 from gpupipe.cli.index import IndexConfig, index
 from gpupipe.cli.probe import ProbeConfig, probe
+from gpupipe.config import LoaderConfig
 from gpupipe.data.index.fill import fill
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -102,6 +104,47 @@ def test_probe_shows_rotation(run, tricky: Path) -> None:  # type: ignore[no-unt
     assert facts["variable_rate"] is True
 
 
+def test_probe_says_what_untagged_colours_are_read_as(run, tricky: Path) -> None:  # type: ignore[no-untyped-def]
+    shown = run("probe", tricky / "t08_untagged.mp4", "--device", "cpu").out
+    assert "matrix not tagged (read as bt601), range not tagged (read as limited)" in shown
+    facts = json.loads(run("probe", tricky / "t08_bt709_tv.mp4", "--device", "cpu", "--json").out)
+    assert facts["color_matrix_used"] == facts["color_matrix"] == "bt709"
+
+
+def test_indices_that_cannot_be_kept_are_a_failure(  # type: ignore[no-untyped-def]
+    run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GPUPIPE_CACHE", str(tmp_path / "file" / "inside"))  # root may write anywhere, but not into a file
+    result = run("index", folder, "--json")
+    assert (result.code, json.loads(result.out)["not_kept"]) == (1, 3)
+    shown = run("index", folder)
+    assert shown.code == 1
+    assert "set GPUPIPE_CACHE" in shown.out
+    video = next(folder.glob("*.*"))
+    assert "not kept" in run("probe", video, "--device", "cpu").out
+
+
+def test_the_cache_is_listed_and_cleared(run, folder: Path, fresh_cache: Path) -> None:  # type: ignore[no-untyped-def]
+    assert json.loads(run("cache", "ls", "--json").out)["indices"] == 0
+    assert run("index", folder).code == 0
+    (fresh_cache / "autotune").mkdir()
+    (fresh_cache / "autotune" / "a.json").write_text("{}")
+    listed = json.loads(run("cache", "ls", "--json").out)
+    assert (listed["indices"], listed["launches"]) == (3, 1)
+    assert (listed["removed"], listed["cache"]) == (0, str(fresh_cache))
+    assert listed["size_bytes"] == sum(file.stat().st_size for file in fresh_cache.rglob("*.*")) > 2
+    assert "removed" in run("cache", "clear").out
+    assert [path for path in fresh_cache.rglob("*") if path.is_file()] == []
+    assert run("cache", "away").code == 2
+
+
+def test_bench_tells_of_a_run_too_short_for_a_rate(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    shown = run("bench", folder, "--clips", "4", *SMALL).out
+    assert "note  only" in shown
+    assert "--warmup leaves out" in shown
+
+
 def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plot, file = tmp_path / "plot.png", tmp_path / "report.json"
     result = run("bench", folder, "--clips", "10", *SMALL, "--json", "--plot", plot, "--report", file)
@@ -120,6 +163,19 @@ def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) 
     assert measured["resources"]["peak_host_bytes"] > 50 << 20, "an interpreter with torch takes more than that"
     assert "making" not in result.out
     assert "measuring 3 videos" in result.err, "progress belongs on stderr"
+
+
+def test_bench_takes_a_batch_however_short_its_time(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run("bench", str(folder), "--device", "cpu", "--seconds", "0.001", "--size", "16", "--frames", "2", "--json")
+    assert result.code == 0
+    assert json.loads(result.out)["measured"]["batches"] == 1
+
+
+def test_a_pass_of_bench_is_long_but_no_longer_than_it_need_be(folder: Path) -> None:
+    def rows(batch: int) -> int:
+        return len(_long_enough((str(folder),), LoaderConfig.parse({"batch": batch})))
+
+    assert (rows(1), rows(8), rows(100_000)) == (66, 513, 100_002), "in whole passes over three videos"
 
 
 def test_bench_measures_a_loaders_own_settings(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -152,7 +208,7 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
     ("arguments", "named"),
     [
         (["probe", "no/such.mp4"], "no/such.mp4"),
-        (["probe", "{tmp}"], "is a folder"),
+        (["probe", "{tmp}"], "`gpupipe index` goes through a folder"),
         (["probe", "{tmp}/empty.mp4"], "empty.mp4"),
         (["bench", "no/such/folder"], "no/such/folder"),
         (["bench", "{tmp}/void"], "void"),
@@ -162,7 +218,12 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
         (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "nvdec"], "nvdec"),
         (["bench", "{tmp}/empty.mp4", "--device", "cpu", "--decoder", "dali"], "dali"),
         (["bench", "{tmp}/empty.mp4", "--size", "0"], "size"),
+        (["bench", "{tmp}/empty.mp4", "--transform", "run.yaml"], "--config run.yaml"),
         (["bench", "{tmp}/empty.mp4", "--report", "no/folder/x.json"], "no/folder"),
+        (["bench", "{tmp}/empty.mp4", "--report", "{tmp}/void"], "--report {tmp}/void is a folder"),
+        (["bench", "{tmp}/empty.mp4", "--plot", "{tmp}/void.png"], "--plot {tmp}/void.png is a folder"),
+        (["view", "{tmp}/empty.mp4", "--out", "{tmp}/void.png"], "--out {tmp}/void.png is a folder"),
+        (["view", "{tmp}/empty.mp4", "--out", "{tmp}/empty.mp4/x/y.png"], "/x/y.png cannot be written: see {tmp}/empty.mp4"),
         (["bench", "{tmp}/empty.mp4", "--device", "cpu"], "empty.mp4"),
         (["demo", "no/such.mp4", "--out", "{tmp}/out"], "no/such.mp4"),
         (["demo", "--out", "{tmp}/empty.mp4"], "empty.mp4"),
@@ -172,11 +233,12 @@ def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-un
 def test_bad_input_is_one_clear_error(run, tmp_path: Path, arguments: list[str], named: str) -> None:  # type: ignore[no-untyped-def]
     (tmp_path / "empty.mp4").touch()
     (tmp_path / "void").mkdir()
+    (tmp_path / "void.png").mkdir()
     result = run(*(argument.replace("{tmp}", str(tmp_path)) for argument in arguments))
     assert result.code == 1
     assert result.out == ""
     last = result.err[result.err.index("gpupipe: [TT_ERR") :]
-    assert named in last
+    assert named.replace("{tmp}", str(tmp_path)) in last
     assert "Traceback" not in result.err
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpupipe.config import (
+    AffineConfig,
+    AutoAugmentConfig,
     BatchConfig,
+    BlurConfig,
+    CacheConfig,
     ClipConfig,
+    ColorJitterConfig,
     DecodeConfig,
+    ErasingConfig,
     JitterConfig,
     LoaderConfig,
+    MixConfig,
     SourceConfig,
     StageConfig,
     TransformConfig,
 )
+from gpupipe.data.transform.draw import draw
 from gpupipe.errors import ConfigError
 
 
@@ -207,6 +216,70 @@ def test_an_error_says_what_the_field_is_for() -> None:
     assert "ClipConfig has frames, stride" in (caught.value.fix or "")
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("frames", r"did you mean 'clip\.frames'\?\n.*write clip=\{'frames': …\}"),
+        ("size", r"did you mean 'transform\.size' or 'batch\.size'"),
+        ("prefetch", r"jitter=\{'depth': …\}"),
+        ("num_workers", r"decode=\{'threads': …\}"),
+        ("after", "give it to VideoLoader itself"),
+        ("shuffel", "did you mean 'shuffle'"),
+        ("collate_fn", "known keys: source"),
+    ],
+)
+def test_an_unknown_name_leads_to_where_it_belongs(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        LoaderConfig().override({name: 4})
+    assert str(caught.value).count("did you mean") <= 1
+
+
+@pytest.mark.parametrize(
+    ("values", "stage"),
+    [
+        ({"transform": {"color_jitter": 0.4}}, ColorJitterConfig),
+        ({"transform": {"color_jitter": (0.4, 0.4, 0.4, 0.1)}}, ColorJitterConfig),
+        ({"transform": {"auto_augment": "randaugment"}}, AutoAugmentConfig),
+        ({"transform": {"mix": True}}, MixConfig),
+        ({"transform": {"affine": 10}}, AffineConfig),
+        ({"transform": {"blur": True}}, BlurConfig),
+        ({"transform": {"erasing": 0.25}}, ErasingConfig),
+        ({"transform": 5}, TransformConfig),
+        ({"clip": 16}, ClipConfig),
+        ({"batch": "8"}, BatchConfig),
+        ({"decode": "cpu"}, DecodeConfig),
+        ({"jitter": 4}, JitterConfig),
+        ({"cache": "device"}, CacheConfig),
+        ({"source": "folder"}, SourceConfig),
+    ],
+)
+def test_a_value_in_the_place_of_a_mapping_is_told_the_form(values: dict[str, Any], stage: type[StageConfig]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LoaderConfig.parse(values)
+    assert stage.example in (caught.value.fix or "")
+    stage(**ast.literal_eval(stage.example))
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"hflip": True}, "TransformConfig.hflip: Input should be a number, not true or false"),
+        ({"grayscale": False}, "grayscale: Input should be a number, not true or false"),
+        ({"mean": (123.7, 116.3, 103.5)}, r"scale of 0 to 255 .*\n.*divide mean and std by 255"),
+        ({"std": 58.4}, "scale of 0 to 255"),
+        ({"mean": -0.1}, "greater than or equal to 0"),
+    ],
+)
+def test_values_that_mean_something_else_are_refused(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        TransformConfig(**fields)
+
+
+def test_one_mean_stands_for_three() -> None:
+    config = TransformConfig(mean=0.5, std=0.25)  # type: ignore[arg-type]
+    assert (config.mean, config.std) == ((0.5,) * 3, (0.25,) * 3)
+
+
 def test_torch_dtypes_are_names_too() -> None:
     import torch
 
@@ -251,3 +324,97 @@ def test_fields_that_do_not_fit_each_other_say_the_way_out(values: dict[str, Any
         LoaderConfig.parse(values)
     assert fix in str(caught.value)
     assert "has source, clip" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"transform": {"dtype": "float16", "std": 1e-6}}, r"std=1e-06 make values beyond 65504"),
+        ({"transform": {"dtype": "float16", "mean": 0, "std": 1e-5}}, r"std=1e-05 make values beyond 65504"),
+        ({"transform": {"dtype": "float16", "erasing": {"value": 1e5}}}, r"erasing\.value=100000 is beyond 65504"),
+        ({"transform": {"erasing": {"value": 1e39}}}, r"erasing\.value=1e\+39"),
+        ({"transform": {"std": 1e-40}}, r"TransformConfig\.std"),
+        ({"transform": {"mean": 1e308}}, r"TransformConfig\.mean"),
+        ({"transform": {"color_jitter": {"brightness": (1e308, 1e308)}}}, r"ColorJitterConfig\.brightness"),
+        ({"transform": {"color_jitter": {"contrast": 1e308}}}, r"ColorJitterConfig\.contrast"),
+        ({"transform": {"erasing": {"ratio": (1e-310, 1e-310)}}}, r"ErasingConfig\.ratio"),
+        ({"transform": {"affine": {"scale": (1e-310, 1)}}}, r"AffineConfig\.scale"),
+        ({"transform": {"affine": {"shear": 89.9999999}}}, r"AffineConfig\.shear"),
+        ({"transform": {"blur": {"sigma": 1e-310}}}, r"BlurConfig\.sigma"),
+        ({"transform": {"crop": "center", "short_side": 2**64}}, "short_side"),
+        ({"transform": {"crop": "center", "short_side": 10**400}}, "short_side"),
+        ({"transform": {"mix": {"num_classes": 10**400}}}, r"MixConfig\.num_classes"),
+        ({"transform": {"mix": {"num_classes": 2, "mixup": 1e308}}}, r"MixConfig\.mixup"),
+        ({"clip": {"stride": 10**307, "speed": 64}}, r"ClipConfig\.stride"),
+        ({"clip": {"fps": 1e-310}}, r"ClipConfig\.fps"),
+        ({"seed": 2**64}, r"LoaderConfig\.seed"),
+    ],
+)
+def test_numbers_that_would_fail_later_are_refused_now(values: dict[str, Any], where: str) -> None:
+    if "std" in values.get("transform", {}):
+        values["transform"]["std"] = (values["transform"]["std"],) * 3
+    if "mean" in values.get("transform", {}):
+        values["transform"]["mean"] = (values["transform"]["mean"],) * 3
+    with pytest.raises(ConfigError, match=where):
+        LoaderConfig.parse(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "where"),
+    [
+        ({"clip": {"frames": True}}, r"ClipConfig\.frames"),
+        ({"clip": {"stride": True}}, r"ClipConfig\.stride"),
+        ({"clip": {"fps": True}}, r"ClipConfig\.fps"),
+        ({"clip": {"speed": (True, 2)}}, r"ClipConfig\.speed"),
+        ({"clip": {"reverse": True}}, r"ClipConfig\.reverse"),
+        ({"seed": True}, r"LoaderConfig\.seed"),
+        ({"rank": False, "world_size": 2}, r"LoaderConfig\.rank"),
+        ({"batch": {"size": True}}, r"BatchConfig\.size"),
+        ({"decode": {"cpu_workers": True}}, r"DecodeConfig\.cpu_workers"),
+        ({"transform": {"size": (True, 8)}}, r"TransformConfig\.size"),
+        ({"transform": {"crop": "center", "short_side": (True, 300)}}, r"TransformConfig\.short_side"),
+        ({"transform": {"std": (True, 1, 1)}}, r"TransformConfig\.std"),
+        ({"transform": {"erasing": {"value": True}}}, r"ErasingConfig\.value"),
+        ({"transform": {"auto_augment": {"num_ops": True}}}, r"AutoAugmentConfig\.num_ops"),
+    ],
+)
+def test_truth_is_no_number(values: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigError, match=f"{where}.*: Input should be a number, not true or false"):
+        LoaderConfig.parse(values)
+
+
+def test_truth_is_taken_where_it_is_meant() -> None:
+    config = LoaderConfig.parse({"shuffle": False, "clip": {"blend": True}, "cache": {"clips": False}})
+    assert (config.shuffle, config.clip.blend, config.cache.clips) == (False, True, "off")
+
+
+def test_values_of_a_small_dtype_may_be_as_large_as_it_goes() -> None:
+    TransformConfig(dtype="float16", std=(2e-5,) * 3, erasing={"value": 65504})  # type: ignore[arg-type]
+    TransformConfig(dtype="uint8", std=(1e-6,) * 3, erasing={"value": 255})  # type: ignore[arg-type]
+    TransformConfig(dtype="bfloat16", erasing={"value": 1e38})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_extremes_of_moves_and_colours_are_finite(seed: int) -> None:
+    config = TransformConfig(
+        size=8, affine={"degrees": 360, "scale": (0.01, 0.01), "shear": (89, 89, -89, -89), "translate": (1, 1)},
+        color_jitter={"brightness": 999, "contrast": 999, "saturation": 999, "hue": 0.5}, dtype="float32",
+    )  # type: ignore[arg-type]  # fmt: skip
+    params = draw(config, (40, 50), np.random.default_rng(seed))
+    assert params.affine is not None
+    assert np.isfinite(params.affine).all()
+    assert all(np.isfinite(op.value) for op in params.color)
+
+
+def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("clip:\n  frames: 4\nseed: 1\nclip:\n  stride: 2\n")
+    with pytest.raises(ConfigError, match=r"(?s)run\.yaml: the key 'clip' is there twice.*line 4"):
+        LoaderConfig.from_yaml(path)
+    path.write_text("base: &base {frames: 4}\nclip: {<<: *base, frames: 5, frames: 6}\n")
+    with pytest.raises(ConfigError, match="the key 'frames' is there twice"):
+        LoaderConfig.from_yaml(path)
+    path.write_text("clip: {<<: {frames: 4}, stride: 2}\n")
+    assert LoaderConfig.from_yaml(path).clip == ClipConfig(frames=4, stride=2)
+    path.write_text("<<: &all {<<: &some {seed: 1}, seed: 2}\nbatch: 4\n")
+    assert LoaderConfig.from_yaml(path) == LoaderConfig.parse({"seed": 2, "batch": 4})

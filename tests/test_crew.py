@@ -102,6 +102,23 @@ def test_joining_gives_up_on_a_stuck_thread() -> None:
     free.set()
 
 
+def test_the_end_waits_no_longer_than_the_works_patience() -> None:
+    free, left = threading.Event(), []
+
+    def work(worker: Worker[str, str]) -> None:
+        worker.begin("foreign", patience_seconds=0.2)
+        free.wait(60)
+
+    told: dict[str, Any] = {"successor": lambda worker: "b", "taken": lambda _: None, "failed": lambda _: None}
+    one: Names = Crew(["a"], work, limit_seconds=600, name="gpupipe-test", left=left.append, **told)
+    one.start()
+    begin = time.monotonic()
+    one.join()
+    assert time.monotonic() - begin < 30
+    assert left == ["foreign"]
+    free.set()
+
+
 def test_it_may_be_ended_by_a_thread_that_holds_its_lock() -> None:
     """Garbage collection may end a crew in its own watch."""
     one = crew([], lambda worker: None)

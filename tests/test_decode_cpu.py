@@ -14,7 +14,7 @@ import av
 import numpy as np
 import pytest
 import torch
-from clips import frame_number, write_changing_sets, write_clip
+from clips import frame_number, spoilt, write_changing_sets, write_clip
 from remux import FRAGMENTED, remux
 
 from gpupipe.data import index as indices
@@ -51,9 +51,9 @@ def sequential(path: Path) -> Frames:
     return frames
 
 
-def read(index: VideoIndex, wanted: list[int]) -> Planes:
+def read(index: VideoIndex, wanted: list[int], damaged: list[int] | None = None) -> Planes:
     plan = make_plan(index, wanted)
-    planes = cpu.decode(index, plan)
+    planes = cpu.decode(index, plan, damaged=damaged)
     return Planes(planes.data[list(plan.frame_map)], planes.format)
 
 
@@ -76,7 +76,9 @@ def check_random_access(path: Path, *, trials: int = 6, seed: int = 0) -> VideoI
         wanted = [rng.choice(span) for _ in range(rng.choice([1, 3, 8]))]
         if trial == 0:
             wanted = [count - 1, 0, count - 1, count // 2]
-        planes = read(index, wanted)
+        faulty: list[int] = []
+        planes = read(index, wanted, faulty)
+        assert not faulty, "nothing is called damaged that is not"
         for k, number in enumerate(wanted):
             for ours, theirs in zip((planes.y, planes.u, planes.v), frames[number], strict=True):
                 assert np.array_equal(ours[k].numpy(), theirs), f"frame {number} of {wanted}"
@@ -281,6 +283,33 @@ def test_flipped_bits_neither_crash_nor_hang(tricky: Path) -> None:
     for number in range(0, 120, 10):
         found = read_or_why(index, [number])
         assert len(found) == 1 if isinstance(found, Planes) else f"frame {number}" in found
+
+
+@pytest.mark.parametrize("name", ["h264", "mpeg4"])
+def test_frames_that_damage_reaches_are_named(name: str, clips: dict[str, Path], tmp_path: Path) -> None:
+    """Bits that turned inside of a picture: the container is whole, and FFmpeg patches the picture up and goes on."""
+    sound = indices.load(str(clips[name]))
+    count = sound.info.frames
+    start = int(np.flatnonzero(sound.start)[1])  # of the second group of pictures
+    index = indices.load(str(spoilt(clips[name], tmp_path / clips[name].name, start)))
+    faulty: list[int] = []
+    found, whole = read(index, list(range(count)), faulty), read(sound, list(range(count)))
+    differ = [k for k in range(count) if not torch.equal(found.y[k], whole.y[k])]
+    assert len(differ) > 20
+    assert set(differ) <= set(faulty)
+    assert all(index.display[frame] >= start for frame in faulty), "the other group of pictures is whole"
+    for frame in (differ[0] - 1, differ[0], differ[-1]):  # alone as in the crowd
+        alone: list[int] = []
+        read(index, [frame], alone)
+        assert alone == [frame] * (frame in faulty)
+
+
+def test_a_damaged_picture_that_no_other_refers_to_spoils_no_other(clips: dict[str, Path], tmp_path: Path) -> None:
+    sound = indices.load(str(clips["h264"]))
+    packet = int(np.flatnonzero(sound.droppable)[3])
+    faulty: list[int] = []
+    read(indices.load(str(spoilt(clips["h264"], tmp_path / "x.mp4", packet))), list(range(60)), faulty)
+    assert faulty == [int(np.flatnonzero(sound.display == packet)[0])]
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:

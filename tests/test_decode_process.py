@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from clips import spoilt
 
 from gpupipe import VideoLoader
 from gpupipe.data import index as indices
@@ -25,6 +26,7 @@ from gpupipe.data.decode import Choice, DecodeEngine, DecodeProcess, Fallbacks, 
 from gpupipe.data.plan import make_plan
 from gpupipe.data.stop import Stopped
 from gpupipe.errors import DecodeError, DeviceError, OpenError
+from gpupipe.telemetry import Telemetry
 from gpupipe.types import Planes
 
 
@@ -68,6 +70,25 @@ def test_deep_frames_come_as_16_bits(tricky: Path, process: DecodeProcess) -> No
     ours = process.decode(index, plan)
     assert ours.data.dtype == torch.uint16
     assert same(ours, cpu.decode(index, plan))
+
+
+def test_damage_is_told_across_processes(clips: dict[str, Path], tmp_path: Path, process: DecodeProcess) -> None:
+    index = indices.load(str(spoilt(clips["h264"], tmp_path / "rot.mp4", 30)))
+    plan = make_plan(index, [12, 40])
+    found: list[int] = []
+    process.decode(index, plan, damaged=found)
+    assert found == [40]
+
+
+def test_a_helper_leaves_a_damaged_clip_to_the_hardware(clips: dict[str, Path], tmp_path: Path) -> None:
+    """NVDEC patches damage up in its own way: who gets to a clip first must not show in it."""
+    index = indices.load(str(spoilt(clips["h264"], tmp_path / "rot.mp4", 30)))
+    telemetry = Telemetry()
+    engine = DecodeEngine(torch.device("cpu"), mode="auto", keep=1, fallbacks=Fallbacks(), telemetry=telemetry)
+    with pytest.raises(DecodeError, match="frame 40 whole"):
+        engine.run("cpu", index, make_plan(index, [12, 40]), whole=True)
+    assert telemetry.value("damaged_frames") == 0
+    assert len(engine.run("cpu", index, make_plan(index, [12]), whole=True)) == 1
 
 
 def test_errors_keep_their_kind(clips: dict[str, Path], tmp_path: Path, process: DecodeProcess) -> None:
@@ -172,12 +193,12 @@ class FakeHardware(DecodeEngine):
         known = self._fallbacks.get(index.info.path)
         return Choice("nvdec" if index.info.codec in ("h264", "vp9") and known is None else "cpu", known)
 
-    def run(self, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+    def run(self, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None, **how: Any) -> Planes:
         if decoder == "nvdec" and index.info.width % 16:
             self._fallbacks.add(index.info.path, "an odd size")
             raise Unsupported("an odd size")
         assert decoder == "nvdec" or self._process is not None, "no hardware thread decodes in software"
-        planes = super().run("cpu", index, plan, stop)
+        planes = super().run("cpu", index, plan, stop, **how)
         self._telemetry.count(f"by_{decoder}")
         return planes
 
@@ -276,11 +297,11 @@ def test_a_helper_that_is_stuck_holds_up_no_batch(
     held, entered = threading.Event(), []
     decode = DecodeProcess.decode
 
-    def stuck(self: DecodeProcess, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+    def stuck(self: DecodeProcess, index: indices.VideoIndex, plan: Any, *more: Any) -> Planes:
         if index.info.path.endswith(("h264.mp4", "vp9.webm")) and len(entered) < 2:
             entered.append(index.info.path)
             held.wait(60)
-        return decode(self, index, plan, stop)
+        return decode(self, index, plan, *more)
 
     monkeypatch.setattr(DecodeProcess, "decode", stuck)
     monkeypatch.setattr("gpupipe.data.pipeline._GRACE_SECONDS", 0.1)
@@ -350,10 +371,10 @@ def test_a_clip_that_comes_back_late_does_not_hang_a_full_pipeline(
     """All batches are begun, the oldest waits for one clip, and that one turns out to be for software."""
     run = FakeHardware.run
 
-    def slow(self: FakeHardware, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+    def slow(self: FakeHardware, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None, **how: Any) -> Planes:
         if decoder == "nvdec" and index.info.width % 16:
             time.sleep(1.0)
-        return run(self, decoder, index, plan, stop)
+        return run(self, decoder, index, plan, stop, **how)
 
     monkeypatch.setattr(FakeHardware, "run", slow)
     options = {**OPTIONS, "batch": 2, "jitter": {"depth": 2}, "shuffle": False}
@@ -393,6 +414,44 @@ def test_a_process_that_cannot_be_started_is_no_fault_of_the_videos(paths: list[
         assert not loader.bad_files
 
 
+def _start_by(monkeypatch: pytest.MonkeyPatch, codes: list[str]) -> None:
+    """Makes the first processes run other code, one each."""
+    original = subprocess.Popen
+
+    def begin(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        return original([command[0], "-c", codes.pop(0)] if codes else command, **options)
+
+    monkeypatch.setattr("gpupipe.data.child.subprocess.Popen", begin)
+
+
+SHOT = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_process_that_is_killed_while_it_starts_is_started_again(
+    paths: list[Path], expected: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _start_by(monkeypatch, [SHOT])
+    found = batches(VideoLoader(paths, device="cpu", decode={"cpu_workers": 1}, **OPTIONS))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        (SHOT, "twice it was ended by signal 9, as for want of memory, before it was ready"),
+        ("import no_such_module", "exit status 1 before it was ready: ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_start_that_fails_twice_says_why(
+    clips: dict[str, Path], process: DecodeProcess, monkeypatch: pytest.MonkeyPatch, code: str, why: str
+) -> None:
+    _start_by(monkeypatch, [code, code])
+    with pytest.raises(DeviceError, match=why):
+        process.get_ready()
+    process.get_ready()
+    assert process.ready
+
+
 def test_leaving_early_ends_helpers_amid_their_work(paths: list[Path], two_kinds: None) -> None:
     for round_number in range(6):
         loader = VideoLoader(paths * 4, device="cpu", **OPTIONS)
@@ -413,12 +472,12 @@ class StuckHardware(DecodeEngine):
     stuck_in: tuple[str, ...] = ()
     entered: list[str]
 
-    def run(self, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None) -> Planes:
+    def run(self, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any = None, **how: Any) -> Planes:
         name = Path(index.info.path).name
         if name in self.stuck_in:
             self.entered.append(name)
             self.held.wait(30)
-        return super().run("cpu", index, plan, stop)
+        return super().run("cpu", index, plan, stop, **how)
 
 
 @pytest.fixture
@@ -471,17 +530,19 @@ def test_work_that_hears_is_ended_by_the_limit_without_giving_up_its_thread(
     slow = str(shutil.copy(clips["h264"], tmp_path / "slow.mp4"))
     original = cpu.decoded
 
-    def crawl(context: Any, packet: Any) -> Any:
+    def crawl(context: Any, packet: Any, faulty: Any = None) -> Any:
         if threading.current_thread().name.startswith("gpupipe-clips") and crawl_in[0]:
             time.sleep(0.2)
-        return original(context, packet)
+        return original(context, packet, faulty)
 
     crawl_in = [False]
+    visits: list[str] = []
     run = DecodeEngine.run
 
-    def watched(self: DecodeEngine, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any) -> Planes:
+    def watched(self: DecodeEngine, decoder: Any, index: indices.VideoIndex, plan: Any, stop: Any, **how: Any) -> Planes:
         crawl_in[0] = index.info.path == slow
-        return run(self, decoder, index, plan, stop)
+        visits.append(index.info.path)
+        return run(self, decoder, index, plan, stop, **how)
 
     monkeypatch.setattr(cpu, "decoded", crawl)
     monkeypatch.setattr(DecodeEngine, "run", watched)
@@ -491,6 +552,8 @@ def test_work_that_hears_is_ended_by_the_limit_without_giving_up_its_thread(
         assert slow not in batch.paths
         assert f"{slow}: a visit to it took longer than 0.5 s" in loader.bad_files[slow]
         assert "threads_given_up" not in loader.stats()
+        assert slow not in {path for batch in loader for path in batch.paths}
+    assert visits.count(slow) == 1, "a later visit would take as long again"
 
 
 def test_a_loader_that_is_dropped_leaves_no_process(paths: list[Path]) -> None:

@@ -7,10 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import gpupipe
+from gpupipe.config import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "gpupipe" / "README.md", ROOT / "benchmarks" / "README.md"]
@@ -45,6 +48,8 @@ def test_every_setting_is_explained() -> None:
     fields = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(fields)
     assert fields.page() == fields.PAGE.read_text(encoding="utf-8"), "run python docs/fields.py"
+    assert fields.presets_page() == fields.PRESETS_PAGE.read_text(encoding="utf-8"), "run python docs/fields.py"
+    assert all(f"`{name}`" in fields.presets_table() for name in PRESETS)
     rows = [line for line in fields.tables().splitlines() if line.startswith("| `")]
     assert len(rows) > 80
     assert [row for row in rows if row.endswith("|  |")] == []
@@ -71,10 +76,35 @@ def test_the_map_of_the_rooms_is_complete() -> None:
     assert named - there - {"__init__.py", "README.md", "py.typed"} == set(), "rooms on the map that do not exist"
 
 
-def test_python_examples_of_the_readme_compile() -> None:
-    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_the_examples_of_draws_and_of_what_moves_along_run(clips: dict[str, Path]) -> None:
+    """As they stand on the page, one after the other, on a loader's batch."""
+    text = (ROOT / "docs" / "transforms.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    with gpupipe.VideoLoader(str(clips["h264"]), clip={"frames": 3}, batch=1, device="cpu") as loader:
+        batch = next(iter(loader))
+        known: dict[str, Any] = {
+            "loader": loader,
+            "batch": batch,
+            "boxes": torch.tensor([[0.0, 0, 320, 240], [-9, -9, -1, -1]]),
+            "points": torch.zeros(3, 5, 2),
+            "masks": torch.ones(3, 240, 320, dtype=torch.uint8),
+            "flow": torch.zeros(3, 2, 240, 320),
+        }
+        run = [example for example in examples if "loader.replay(record)" in example or "move.boxes(" in example]
+        assert len(run) == 2
+        for example in run:
+            exec(example, known)
+    assert torch.equal(known["clip"], batch.video[0])
+    assert gpupipe.TransformParams.from_json(known["text"]) == batch.params[0]
+    assert known["boxes"].tolist() == [[0, 0, 224, 224]], "the frame fills the clip, and what lies outside of it is gone"
+    assert (known["points"].shape, known["masks"].shape, known["flow"].shape) == ((3, 5, 2), (3, 224, 224), (3, 2, 224, 224))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/transforms.md"])
+def test_python_examples_compile(page: str) -> None:
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     assert len(examples) >= 2
     for example in examples:
-        compile(example, "README.md", "exec")
+        compile(example, page, "exec")
         for name in re.findall(r"from gpupipe import (.*)", example):
             assert {part.strip() for part in name.split(",")} <= set(gpupipe.__all__)

@@ -6,6 +6,8 @@ import gc
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -200,3 +202,40 @@ def test_a_file_that_is_dropped_is_closed(tmp_path: Path) -> None:
     gc.collect()
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
+
+
+FEW_FILES = """
+import resource, sys
+from gpupipe import VideoLoader, VideoReader
+from gpupipe.errors import DeviceError
+
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+def loaded(**decode):
+    options = {"clip": {"frames": 2}, "transform": {"size": 16}, "batch": 2, "device": "cpu", "decode": decode}
+    with VideoLoader([sys.argv[1]] * 4, **options) as loader:
+        assert len(list(loader)) == 2 and not loader.bad_files
+
+for limit in [*range(3, 14), 40]:
+    for use in (lambda: loaded(), lambda: loaded(cpu_workers=1), lambda: VideoReader(sys.argv[1], device="cpu").frames([3])):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+        try:
+            use()
+            told = "ok"
+        except DeviceError as error:
+            told = str(error).replace(chr(10), " ")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        print(limit, told, flush=True)
+"""
+
+
+def test_few_open_files_are_one_clear_error(clips: dict[str, Path]) -> None:
+    """Whatever opens the one too many, a module that is loaded late included: no OSError, no bad file, no hang."""
+    command = [sys.executable, "-c", FEW_FILES, str(clips["h264"])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert len(lines) == 3 * 12
+    for limit, told in lines:
+        assert told == "ok" or f"this process may have {limit} (ulimit -n)" in told or f"may be {limit}: ulimit -n" in told
+    assert lines[0][1] != "ok"
+    assert [told for _, told in lines[-3:]] == ["ok"] * 3

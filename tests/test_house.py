@@ -166,3 +166,13 @@ def test_a_gpu_run_refuses_to_skip(tmp_path: Path) -> None:
         )
         assert run.returncode == code, run.stdout
         assert summary in run.stdout
+
+
+def test_rooms_that_the_pages_name_are_there_after_import_gpupipe() -> None:
+    code = (
+        "import gpupipe; print(callable(gpupipe.observe.show), gpupipe.types.Clip, gpupipe.errors, 'observe' in dir(gpupipe))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("True <class")
+    code = "import gpupipe, sys; hasattr(gpupipe, 'nothing'); sys.exit('torch' in sys.modules or 'PIL' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=ROOT).returncode == 0

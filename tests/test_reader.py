@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from clips import frame_number, write_clip
 
 from gpupipe import VideoReader
+from gpupipe.data import reader as reader_room
 from gpupipe.errors import ConfigError, DecodeError, DeviceError, OpenError, SampleError
 
 
@@ -31,6 +34,67 @@ def test_frames_come_as_asked_for(name: str, clips: dict[str, Path]) -> None:
         assert torch.equal(frames[1], frames[2])
         assert [frame_number(frame) for frame in video.frames(range(5, 8))] == [5, 6, 7]
         assert [frame_number(frame) for frame in video.frames(np.array([9, 4]))] == [9, 4]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        slice(10, 50, 4), slice(None), slice(-5, None), slice(None, None, -7), slice(50, 1000), slice(7, 7), slice(70, 80),
+        slice(np.int64(3), np.int64(9)),
+    ],
+)  # fmt: skip
+def test_a_reader_is_sliced_as_a_list(key: slice, clips: dict[str, Path]) -> None:
+    video = reader(clips["h264"])
+    frames = video[key]
+    assert frames.dtype == torch.uint8
+    assert [frame_number(frame) for frame in frames] == list(range(60))[key]
+    assert frames.shape[1:] == (3, 240, 320)
+
+
+def test_single_frames_are_taken_by_position(clips: dict[str, Path]) -> None:
+    video = reader(clips["vp9_odd"])
+    for key, number in ((0, 0), (17, 17), (-1, 59), (-60, 0), (np.int32(5), 5), (torch.tensor(6), 6)):
+        frame = video[key]
+        assert (frame.shape, frame.dtype, frame_number(frame)) == ((3, 143, 175), torch.uint8, number)
+    assert frame_number(next(reversed(video))) == 59  # type: ignore[call-overload]
+
+
+def test_what_is_no_position_or_slice_is_named(clips: dict[str, Path]) -> None:
+    video = reader(clips["h264"])
+    for outside in (60, -61):
+        with pytest.raises(IndexError, match=f"has no frame {outside}: it has frames 0 to 59"):
+            video[outside]
+    wrong: Any
+    for wrong in (1.5, "3", None, [1, 2], (1, 2), torch.tensor([1, 2])):
+        with pytest.raises(SampleError, match="position"):
+            video[wrong]
+    for wrong in (slice(0, 1.5), slice("a"), slice(None, None, 0)):
+        with pytest.raises(SampleError, match="is no slice of frames"):
+            video[wrong]
+
+
+@pytest.mark.parametrize("most", [1, 7, 45, 128])
+@pytest.mark.parametrize("name", ["h264", "vp9_odd"])
+def test_all_frames_come_in_order(name: str, most: int, clips: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_room, "_MOST_FRAMES", most)
+    video = reader(clips[name])
+    again = []
+    for number, frame in enumerate(video):
+        assert frame_number(frame) == number
+        assert frame.untyped_storage().nbytes() == frame.numel(), "it keeps no other frame in memory"
+        again.append(frame)
+        if number == 3:
+            assert frame_number(next(iter(video))) == 0, "each iteration has a place of its own"
+    assert torch.equal(torch.stack(again), video[:])
+
+
+def test_an_iteration_decodes_no_packet_twice_where_it_can_stop_at_a_start(clips: dict[str, Path]) -> None:
+    """60 frames in groups of 30, read at most 45 at a time."""
+    video = reader(clips["h264"])
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(reader_room, "_MOST_BYTES", 45 * 3 * 240 * 320)
+        assert len(list(video)) == 60
+    assert video._telemetry.snapshot()["packets_decoded"] == 60
 
 
 def test_nothing_asked_for_is_nothing_given(clips: dict[str, Path]) -> None:
@@ -187,3 +251,31 @@ def test_times_that_are_no_numbers_are_named(times: Any, clips: dict[str, Path])
 def test_a_path_that_is_none_is_named() -> None:
     with pytest.raises(ConfigError, match="path=None is not a path"):
         VideoReader(None)  # type: ignore[arg-type]
+
+
+def test_a_pickled_reader_opens_the_file_anew(clips: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(clips["h264"].parent)
+    with VideoReader(clips["h264"].name, device="cpu", decoder="cpu") as first:
+        text = pickle.dumps(first)
+        monkeypatch.chdir("/")
+        with pickle.loads(text) as second, copy.copy(first) as third:
+            assert torch.equal(second.frames([5]), first.frames([5]))
+            assert torch.equal(third.frames([5]), first.frames([5]))
+            assert (second.device, second._decoder) == (first.device, "cpu")
+
+
+def test_a_spawned_loader_of_torch_reads_by_it(clips: dict[str, Path]) -> None:
+    reader = VideoReader(clips["h264"], device="cpu")
+    data = torch.utils.data.DataLoader(_Frames(reader), batch_size=2, num_workers=1, multiprocessing_context="spawn")
+    assert torch.equal(next(iter(data)), reader.frames([0, 1]))
+
+
+class _Frames(torch.utils.data.Dataset[torch.Tensor]):
+    def __init__(self, reader: VideoReader) -> None:
+        self.reader = reader
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, position: int) -> torch.Tensor:
+        return self.reader.frames([position])[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import pytest
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
-from gpupipe.data.source import collect, column_kinds, start_frame
-from gpupipe.errors import OpenError, SourceError
+from gpupipe.data.source import class_names, collect, column_kinds, label_names, number_labels, start_frame
+from gpupipe.errors import ConfigError, OpenError, SourceError
 from gpupipe.types import Entry
 
 CONFIG = SourceConfig()
@@ -167,7 +168,7 @@ def test_the_path_column_may_have_another_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "lines", "says"),
     [
-        ("t.csv", ["file,label", "a.mp4,1"], "t.csv line 2 has no 'path'; its columns are file, label"),
+        ("t.csv", ["file,label", "a.mp4,1"], "t.csv names no column 'path'; its columns are file, label"),
         ("t.csv", ["path,label", "a.mp4,1", ",2"], "t.csv line 3 has no 'path'"),
         ("t.csv", ["path,label", "a.mp4,1", "b.mp4"], "t.csv line 3 has not as many cells as the header"),
         ("t.csv", ["path,label", "a.mp4,1,2"], "t.csv line 2 has not as many cells as the header"),
@@ -213,18 +214,41 @@ def test_labels_by_folder_number_the_sorted_names(tree: Path) -> None:
     (tree / "top.webm").unlink()
     entries = collect([tree / "b", tree / "a"], SourceConfig(label_from="folder"))
     assert [entry.columns["label"] for entry in entries] == [1, 0, 0]
-    row = collect([{"path": "b/1.mp4", "label": 9}, "a/1.mp4"], SourceConfig(label_from="folder"))
-    assert [entry.columns["label"] for entry in row] == [9, 0], "a row's own label goes first"
+    with pytest.raises(SourceError, match=r"1\.mp4 has a label of its own, 9, beside label_from='folder'"):
+        collect([{"path": "b/1.mp4", "label": 9}, "a/1.mp4"], SourceConfig(label_from="folder"))
+
+
+def test_a_class_is_the_folder_however_the_path_is_written(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tree / "a")
+    written = ["1.mp4", "./1.mp4", "../a/1.mp4", str(tree / "a" / "1.mp4"), "../b/1.mp4", "inner/../1.mp4"]
+    (tree / "a" / "inner").mkdir(exist_ok=True)
+    entries = collect(written, SourceConfig(label_from="folder"))
+    assert [entry.columns["label"] for entry in entries] == [0, 0, 0, 0, 1, 0]
+    assert class_names(entries) == ("a", "b")
+    with pytest.raises(SourceError, match=r"/1\.mp4 lies in no folder that has a name"):
+        collect(["/1.mp4"], SourceConfig(label_from="folder"))
+
+
+def test_a_link_to_a_folder_is_a_class_of_its_own_name(tree: Path) -> None:
+    (tree / "link").symlink_to(tree / "a")
+    entries = collect([tree / "link" / "1.mp4"], SourceConfig(label_from="folder"))
+    assert class_names(entries) == ("link",)
+
+
+def test_each_class_has_one_number() -> None:
+    with pytest.raises(ConfigError, match=r"SourceConfig\.classes: 'b' is there twice"):
+        SourceConfig(classes=("b", "b", "c"))
 
 
 @pytest.mark.parametrize(
     ("columns", "asked", "says"),
     [
-        ([{"label": "cat"}], [], "a label is a number of at most 64 bits: a.mp4 has 'cat'"),
-        ([{"label": 1}, {"label": 2**63}], [], "at most 64 bits: b.mp4 has 9223372036854775808"),
-        ([{"label": 1}, {}], [], "b.mp4 has no value in column 'label' (its columns: none)"),
+        ([{"label": "cat"}], [], "labels are numbers of at most 64 bits, or all of them names: a.mp4 has 'cat'"),
+        ([{"label": 1}, {"label": 2**63}], [], "at most 64 bits, or all of them names: b.mp4 has 9223372036854775808"),
+        ([{"label": 1}, {}], [], "b.mp4 has no label, and other rows have one"),
         ([{"a": 1}, {"a": None}], ["a"], "b.mp4 has no value in column 'a' (its columns: a)"),
         ([{}, {}], ["fps"], "a.mp4 has no value in column 'fps'"),
+        ([{"score": 1}, {"score": 2}], ["scor"], "(its columns: score); did you mean 'score'?"),
         ([{"mask": 1}], ["mask"], "'mask' has the name of a tensor of the batch"),
     ],
 )
@@ -273,6 +297,17 @@ def test_range_reads_stop_at_the_end(tmp_path: Path) -> None:
         LocalFile(str(tmp_path / "none"))
 
 
+def test_the_folder_above_a_linked_one_is_that_which_the_kernel_finds(tmp_path: Path) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "far" / "clip.mp4").write_bytes(b"far")
+    (tmp_path / "clip.mp4").write_bytes(b"another")
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "inner")
+    identity = Identity.of(f"{tmp_path}/link/../clip.mp4")
+    assert Path(identity.path).read_bytes() == b"far"
+    assert identity == Identity.of(str(tmp_path / "far" / "clip.mp4"))
+    assert Identity.of(f"{tmp_path}/link/./../inner/..//clip.mp4") == identity
+
+
 def test_classes_keep_their_numbers_in_a_set_that_lacks_some(tmp_path: Path) -> None:
     for name in ("train/a/1.mp4", "train/b/2.mp4", "train/c/3.mp4", "val/b/4.mp4", "val/c/5.mp4"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -296,3 +331,71 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     table.write_text("path,class,label\na.mp4,3,1\n")
     with pytest.raises(SourceError, match="has a column 'label' beside"):
         collect(table, SourceConfig(label_column="class"))
+
+
+@pytest.mark.parametrize("label", ["nan", "1e400", "-inf"])
+def test_a_label_that_is_not_finite_is_named(tmp_path: Path, label: str) -> None:
+    (tmp_path / "t.csv").write_text(f"path,label,score\na.mp4,1,2\nb.mp4,{label},nan\n")
+    entries = collect(tmp_path / "t.csv", CONFIG)
+    assert column_kinds([replace(e, columns={"score": e.columns["score"]}) for e in entries], ["score"]) == {"score": "float"}
+    with pytest.raises(SourceError, match=r"b\.mp4 \(.*t\.csv line 3\) has the label"):
+        column_kinds(entries, [])
+
+
+def test_an_empty_path_is_told_as_such() -> None:
+    for videos in ("", ["a.mp4", ""]):
+        with pytest.raises(SourceError, match="a path in videos is empty"):
+            collect(videos, CONFIG)
+
+
+def test_a_link_in_a_circle_is_told_as_such(tmp_path: Path) -> None:
+    (tmp_path / "round.mp4").symlink_to(tmp_path / "round.mp4")
+    with pytest.raises(SourceError, match=r"round\.mp4 is a link that leads nowhere, or in a circle"):
+        collect(tmp_path / "round.mp4", CONFIG)
+
+
+@pytest.mark.parametrize("ending", ["mp4", "", "."])
+def test_endings_have_their_dot(ending: str) -> None:
+    with pytest.raises(ConfigError, match=r"SourceConfig\.extensions: .*with its dot"):
+        SourceConfig(extensions=(".mkv", ending))
+
+
+def test_names_of_classes_are_numbered_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("path,label\na.mp4,run\nb.mp4,jump\nc.mp4,run\n")
+    entries = collect(tmp_path / "t.csv", CONFIG)
+    assert label_names(entries, CONFIG) == ("jump", "run")
+    numbered = number_labels(entries, ("jump", "run"))
+    assert [entry.columns["label"] for entry in numbered] == [1, 0, 1]
+    assert column_kinds(numbered, []) == {"label": "int"}
+    shared = SourceConfig(classes=("hop", "jump", "run"))
+    assert [e.columns["label"] for e in number_labels(entries, label_names(entries, shared))] == [2, 1, 2]
+    with pytest.raises(
+        SourceError, match=r"b\.mp4 \(.*t\.csv line 3\) has the label 'jump', which source.classes does not name"
+    ):
+        number_labels(entries, ("run",))
+
+
+@pytest.mark.parametrize("labels", [["1", "cat"], ["", "cat"], [1, "cat"], [1, 2], [None, "cat"]])
+def test_labels_that_are_not_all_names_are_not_numbered(labels: list[Any]) -> None:
+    assert label_names([Entry("a.mp4", {"label": label}) for label in labels], CONFIG) == ()
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["path,label", "a.mp4,1", "b.mp4,"], r"b\.mp4 \(.*t\.csv line 3\) has ''"),
+        (["a.mp4 3", "b.mp4 4"], r"first line of .* names no column 'path'; its columns are a\.mp4 3\n.*path,label"),
+        (["a.mp4,3"], r"first line of .* names no column 'path'; its columns are a\.mp4, 3"),
+    ],
+)
+def test_lists_that_are_no_tables_say_what_is_missing(lines: list[str], says: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("\n".join(lines))
+    with pytest.raises(SourceError, match=says):
+        column_kinds(collect(tmp_path / "t.csv", CONFIG), [])
+
+
+@pytest.mark.parametrize("url", ["https://host/a.mp4", "S3://bucket/a.mp4"])
+def test_a_url_is_refused_as_one(url: str) -> None:
+    for videos in (url, [url]):
+        with pytest.raises(SourceError, match="is a URL"):
+            collect(videos, CONFIG)

@@ -109,6 +109,19 @@ def test_relative_paths_start_where_the_loader_was_made(folder: Path, tmp_path: 
         assert not loader.bad_files
 
 
+def test_a_working_folder_that_is_gone_matters_to_relative_paths_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with VideoLoader([str(folder / "0.avi")] * 2, **SMALL) as loader:
+        assert len(list(loader)) == 1
+    with VideoLoader(["0.avi"] * 2, **SMALL, on_bad_file="raise") as loader, pytest.raises(OpenError, match=r"0\.avi"):
+        next(iter(loader))
+
+
 def test_a_thread_that_cannot_start_leaves_none_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     original = threading.Thread.start
 
@@ -201,7 +214,7 @@ def test_numbers_may_be_numpys(folder: Path) -> None:
         loader.set_epoch(np.int64(3))
         assert next(iter(loader)).epoch == 3
         assert len(loader) == 2
-        for wrong in ("3", 1.5, None):
+        for wrong in ("3", 1.5, None, True):
             with pytest.raises(ConfigError, match="not a whole number"):
                 loader.set_epoch(wrong)  # type: ignore[arg-type]
 

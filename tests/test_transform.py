@@ -27,7 +27,7 @@ from plane_cases import (
 )
 
 from gpupipe.config import TransformConfig
-from gpupipe.data.transform import ClipTransform, TransformParams, reference, to_rgb
+from gpupipe.data.transform import ClipTransform, TransformParams, reference, to_rgb, unscaled
 from gpupipe.data.transform.color import matrix_name, rgb_from_codes
 from gpupipe.data.transform.draw import draw
 from gpupipe.data.transform.params import whole
@@ -38,6 +38,38 @@ UNIT = 2e-5
 """Allowed error of RGB in [0, 1]: float32 sums over a few hundred codes, against float64. Divided by ImageNet's std: 1e-4."""
 
 PLAIN: dict[str, Any] = {"dtype": "float32", "mean": (0, 0, 0), "std": (1, 1, 1)}
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_frames_at_their_own_size_are_those_of_the_general_resize(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every format, rotation and siting; boxes of whole pixels, cut anywhere; float64, so that no error hides in rounding."""
+    planes, info, _, config = random_case(seed)
+    rng = np.random.default_rng(seed)
+    lengths = [int(rng.integers(1, extent + 1)) for extent in info.display_size]
+    starts = [int(rng.integers(extent - length + 1)) for extent, length in zip(info.display_size, lengths, strict=True)]
+    params = TransformParams((*map(float, starts), *map(float, lengths)), (*starts, *lengths), bool(seed % 2), bool(seed % 3))
+    transform = ClipTransform(config.model_copy(update={"size": tuple(lengths), "clamp": bool(seed % 5)}), 4)
+    made = []
+    for general in (False, True):
+        if general:
+            monkeypatch.setattr(unscaled, "serves", lambda geometry: False)
+        for dtype in (torch.float64, transform.dtype):
+            out = torch.full(transform.clip_shape, 77, dtype=dtype)
+            transform.apply(planes, info, params, [2, 0, 0, 1], out)
+            made.append(out.double())
+    assert torch.allclose(made[0], made[2], rtol=0, atol=1e-9)
+    step = {torch.uint8: 1.0, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 4e-2}[transform.dtype]
+    assert float((made[1] - made[3]).abs().max()) <= step, "one rounding to the dtype, of values up to three"
+    if transform.dtype == torch.uint8:
+        assert float((made[1] != made[3]).double().mean()) < 0.01, "rounded to the nearest by both, but for ties"
+
+
+def test_a_conversion_to_rgb_takes_no_general_resize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It took 25 times what decoding costs."""
+    monkeypatch.setattr(reference, "_resize", None)
+    for rotation in (0, 90):
+        info = make_info(52, 38, rotation=rotation)
+        assert to_rgb(make_planes(make_format(52, 38)), info).shape == (2, 3, *info.display_size)
 
 
 # What is drawn

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +14,18 @@ import torch
 from plane_cases import make_format, make_info, make_planes
 
 from gpupipe import Batch, ConfigError, VideoLoader, VideoReader
+from gpupipe.data import pipeline
 from gpupipe.data.transform import to_rgb
 from gpupipe.data.transform.custom import Custom, _as_planes
-from gpupipe.errors import GraphError
+from gpupipe.errors import GpupipeError, GraphError, OpenError
 from gpupipe.types import Clip, ClipRequest, FramePick
 
 TRANSFORM: dict[str, Any] = {"size": (20, 24), "dtype": "float32"}
+PLAIN: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu"}
 
 
 def load(clips: dict[str, Path], **given: Any) -> Batch:
-    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu"}
-    with VideoLoader([str(clips["h264"])] * 2, **settings | given) as loader:
+    with VideoLoader([str(clips["h264"])] * 2, **PLAIN | given) as loader:
         return next(iter(loader))
 
 
@@ -48,6 +53,20 @@ def test_floats_of_codes_are_an_error(clips: dict[str, Path]) -> None:
         load(clips, before=lambda clip: clip.video.float())
 
 
+@pytest.mark.parametrize(("value", "says"), [(float("nan"), "gave NaN"), (200.0, "values up to 200")])
+def test_floats_are_looked_at_in_every_clip(clips: dict[str, Path], value: float, says: str) -> None:
+    given: list[int] = []
+
+    def spoils_the_second(clip: Clip) -> torch.Tensor:
+        given.append(1)
+        video = clip.video.float() / 255
+        video[0, 0, 0, 0] = value if len(given) == 2 else 0.5
+        return video
+
+    with pytest.raises(GraphError, match=says):
+        load(clips, before=spoils_the_second, decode={"threads": 1})
+
+
 def test_frames_of_another_size_are_cropped_as_such(clips: dict[str, Path]) -> None:
     def halved(clip: Clip) -> torch.Tensor:
         return torch.nn.functional.avg_pool2d(clip.video.float() / 255, 2)
@@ -55,6 +74,7 @@ def test_frames_of_another_size_are_cropped_as_such(clips: dict[str, Path]) -> N
     batch = load(clips, before=halved, transform=TRANSFORM | {"crop": "none", "hflip": 0})
     with VideoReader(clips["h264"], device="cpu") as reader:
         height, width = reader.info.display_size
+    assert {(p.frame, p.displayed) for p in batch.params} == {((height // 2, width // 2), (height, width))}
     assert {p.crop for p in batch.params} == {(0, 0, height // 2, width // 2)}
 
 
@@ -135,3 +155,144 @@ def test_an_exception_reaches_the_loop_with_the_video(clips: dict[str, Path]) ->
     assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
     with pytest.raises(ConfigError, match="before=3 cannot be called"):
         load(clips, before=3)
+
+
+@pytest.mark.parametrize("call", ["iter", "next", "close", "close of the iterator"])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_transform_that_uses_its_own_loader_is_refused(place: str, call: str, clips: dict[str, Path]) -> None:
+    """Its thread would wait for itself."""
+    made: list[Any] = []
+    ready = threading.Event()
+
+    def greedy(clip: Clip) -> None:
+        assert ready.wait(60)
+        loader, iterator = made
+        {"iter": loader.__iter__, "next": iterator.__next__, "close": loader.close}.get(call, iterator.close)()
+
+    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 2, "device": "cpu", place: greedy}
+    with VideoLoader([str(clips["h264"])] * 2, **settings) as loader:
+        made.extend([loader, iter(loader)])
+        ready.set()
+        with pytest.raises(
+            GraphError, match=f"{call.split(' of ')[0]}.*called while it makes a clip, in its own before= or after="
+        ):
+            next(made[1])
+        assert len(list(VideoLoader([str(clips["h264"])] * 2, **{**settings, place: None}))) == 1, "the process goes on"
+    made.clear()
+
+
+def test_a_transform_may_iterate_another_loader(clips: dict[str, Path]) -> None:
+    settings: dict[str, Any] = {"clip": {"frames": 3}, "transform": TRANSFORM, "batch": 1, "device": "cpu"}
+
+    def partner(clip: Clip) -> torch.Tensor:
+        with VideoLoader(str(clips["vp9"]), **settings) as other:
+            return (clip.video + next(iter(other)).video[0]) / 2
+
+    assert load(clips, after=partner).video.shape == (2, 3, 3, 20, 24)
+
+
+def test_the_end_of_its_own_iterator_is_not_the_loops(clips: dict[str, Path]) -> None:
+    numbers = iter(range(1))
+    with pytest.raises(RuntimeError, match=f"StopIteration was raised by the transform before=.* for {clips['h264']}"):
+        load(clips, before=lambda clip: next(numbers) or None)
+
+
+def test_an_error_of_gpupipe_in_it_is_not_the_videos(clips: dict[str, Path], tmp_path: Path) -> None:
+    def reads_another(clip: Clip) -> None:
+        VideoReader(tmp_path / "missing.mp4", device="cpu")
+
+    with VideoLoader([str(clips["h264"])] * 2, before=reads_another, **PLAIN) as loader:
+        with pytest.raises(OpenError, match=r"missing\.mp4") as caught:
+            next(iter(loader))
+        assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
+        assert loader.bad_files == {}
+
+
+def test_an_error_of_it_in_a_replay_is_the_callers(clips: dict[str, Path]) -> None:
+    calls: list[int] = []
+
+    def fails_later(clip: Clip) -> None:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ValueError("of my own")
+
+    with VideoLoader([str(clips["h264"])], before=fails_later, **PLAIN | {"batch": 1}) as loader:
+        record = next(iter(loader)).clips[0]
+        with pytest.raises(ValueError, match="of my own") as caught:
+            loader.replay(record)
+    assert any(str(clips["h264"]) in note for note in caught.value.__notes__)
+
+
+def test_one_that_makes_another_clip_again_is_still_inside_of_its_loader(clips: dict[str, Path]) -> None:
+    calls: list[int] = []
+
+    def greedy(clip: Clip) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            loader.replay(record)
+            loader.close()
+
+    with VideoLoader([str(clips["h264"])], before=greedy, **PLAIN | {"batch": 1}) as loader:
+        record = next(iter(loader)).clips[0]
+        with pytest.raises(GraphError, match="called while it makes a clip"):
+            loader.replay(record)
+    assert len(calls) == 3
+
+
+class Hangs:
+    """A transform that waits for what does not come, until the test is over."""
+
+    def __init__(self) -> None:
+        self.begun, self.over = threading.Event(), threading.Event()
+
+    def __call__(self, clip: Clip) -> None:
+        self.begun.set()
+        self.over.wait(60)
+
+
+@pytest.fixture
+def hangs() -> Iterator[Hangs]:
+    made = Hangs()
+    yield made
+    made.over.set()
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_one_that_hangs_is_named(clips: dict[str, Path], hangs: Hangs, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "_GRACE_SECONDS", 0.5)
+    with VideoLoader([str(clips["h264"])] * 2, **PLAIN, **{place: hangs}, decode={"limit_seconds": 1}) as loader:
+        with pytest.raises(GpupipeError, match=f"the transform {place}=.*Hangs.* at work on {clips['h264']}") as caught:
+            next(iter(loader))
+        assert "limit_seconds" in str(caught.value)
+        assert loader.bad_files == {}
+
+
+def test_one_that_hangs_does_not_hold_up_the_end(
+    clips: dict[str, Path], hangs: Hangs, caplog: pytest.LogCaptureFixture
+) -> None:
+    with VideoLoader([str(clips["h264"])] * 4, **PLAIN, before=hangs, decode={"threads": 2}) as loader:
+        batches = iter(loader)
+        assert hangs.begun.wait(60)
+        begin = time.monotonic()
+        with caplog.at_level(logging.WARNING, "gpupipe"):
+            batches.close()
+        assert time.monotonic() - begin < 30
+        assert f"before={hangs!r} at work on {clips['h264']}" in caplog.text
+        hangs.over.set()
+        assert len(list(loader)) == 2
+
+
+def test_at_the_end_no_further_call_begins(clips: dict[str, Path]) -> None:
+    calls: list[int] = []
+
+    def slow(clip: Clip) -> None:
+        calls.append(1)
+        time.sleep(0.2)
+
+    settings = PLAIN | {"clip": {"frames": 3, "clips_per_video": 64}, "batch": 64}
+    with VideoLoader([str(clips["h264"])], **settings, before=slow, decode={"threads": 1}) as loader:
+        batches = iter(loader)
+        while not calls:
+            time.sleep(0.01)
+        batches.close()
+    assert len(calls) < 32

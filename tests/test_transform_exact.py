@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from plane_cases import clip_exact, make_format, make_info, make_planes, random_case, resize_exact, rgb_exact
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpupipe.config import TransformConfig
 from gpupipe.data import index as indices
 from gpupipe.data.decode import cpu
 from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipTransform, TransformParams, affine
+from gpupipe.data.transform.geometry import Filter, filter_of
 from gpupipe.data.transform.params import ColorOp
 from gpupipe.types import Planes, VideoInfo
 
@@ -118,3 +121,73 @@ def test_a_clamp_before_the_resize_would_move_sharp_edges() -> None:
     late, early = (resize_exact(x, params, (12, 16), antialias=True).clamp(0, 1) for x in (rgb, rgb.clamp(0, 1)))
     assert float((exact.transpose(0, 1) - late).abs().max()) < 1e-9
     assert float((exact.transpose(0, 1) - early).abs().max()) > 9 / 255
+
+
+def placed(frame: tuple[int, int], size: tuple[int, int], **move: Any) -> NDArray[np.float64]:
+    """The place in a frame from the place in an output that shows all of it, moved."""
+    turned = np.array([*affine.inverse(size, **move), 0, 0, 1]).reshape(3, 3)
+    return np.diag([frame[1] / size[1], frame[0] / size[0], 1.0]) @ turned
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(get_args(Filter)), st.booleans())
+def test_sampling_is_its_definition(seed: int, filter: Filter, antialias: bool) -> None:
+    """Every sample of a picture weighed for every output, by two dense matrices: no choice of taps is left to be wrong."""
+    rng = np.random.default_rng(seed)
+    frame, size = (tuple(int(n) for n in rng.integers(1, most, 2)) for most in (50, 12))
+    place = placed(
+        frame, size, angle=rng.uniform(-180, 180), scale=np.exp(rng.uniform(-4, 3)), shear=rng.uniform(-60, 60, 2)
+    )  # fmt: skip
+    image = torch.from_numpy(rng.random((2, 3, *frame)))
+    ours, cover = affine.sample(image, place, size, filter=filter, antialias=antialias)
+    rows, columns = (np.arange(n) + 0.5 for n in size)
+    at = place[:2] @ np.stack([np.tile(columns, size[0]), np.repeat(rows, size[1]), np.ones(size[0] * size[1])])
+    weights = []
+    for places, span, extent in zip(at, affine.supports(place, antialias=antialias), frame[::-1], strict=True):
+        if filter == "nearest":
+            weights.append(1.0 * (np.floor(places)[:, None] == np.arange(extent)))
+            continue
+        kernel, radius = filter_of(filter, antialias=antialias)
+        beyond = int(np.abs(places).max() + radius * span) + 2  # of the frame's edges, so that the sum has all places
+        every = kernel((np.arange(-beyond, extent + beyond) + 0.5 - places[:, None]) / span)
+        weights.append((every / every.sum(axis=1, keepdims=True))[:, beyond : beyond + extent])
+    across, down = weights
+    expected = np.einsum("pj,...ji,pi->...p", down, image.numpy(), across, optimize=True).reshape(2, 3, *size)
+    assert float(np.abs(ours.numpy() - expected).max()) < 1e-12
+    assert float(np.abs(cover.numpy() - (down.sum(1) * across.sum(1)).reshape(size)).max()) < 1e-12
+
+
+class Calls(TorchDispatchMode):
+    """How many torch calls were made, and how much the largest of them gave or took; refuses to go on after a thousand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        assert self.count <= 1000, "a call for each tap: minutes of them"
+        given = func(*args, **(kwargs or {}))
+        reads = args[1] if func is torch.ops.aten._embedding_bag_forward_only.default else given
+        if isinstance(reads, torch.Tensor):
+            self.largest = max(self.largest, reads.numel())
+        return given
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.05, 1e-9])
+def test_strong_shrinks_take_few_calls_and_none_is_long(scale: float) -> None:
+    """Frames of high definition, to the size that models take: by pixels of the frame, however many of them an output spans."""
+    image = torch.linspace(0, 1, 540).view(1, 1, -1, 1).expand(1, 3, 540, 960)
+    place = placed((540, 960), (224, 224), angle=30, scale=scale)
+    with Calls() as calls:
+        moved, cover = affine.sample(image, place, (224, 224), antialias=True)
+    assert calls.largest <= max(image.numel(), 1 << 22)
+    # Over all outputs a pixel's weights add up to its part of the area, but for a ripple of the turned grid; its mean is 1/2.
+    area = 224 * 224 * scale**2
+    if scale == 0.05:  # all of the frame lies inside of the output
+        assert float(cover.sum()) == pytest.approx(area, rel=1e-3)
+        assert float(moved.sum()) == pytest.approx(3 * area / 2, rel=1e-3)
+    elif scale < 0.05:  # less than a pixel: four share it, of which each gives it a part of its weight
+        middle = moved[0, :, 111:113, 111:113]
+        assert 0 < float(middle.sum()) < 3 * 4 * area / 2
+        assert torch.count_nonzero(moved) == torch.count_nonzero(middle) == 12

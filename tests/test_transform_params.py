@@ -53,6 +53,46 @@ def test_an_unknown_change_of_colour_is_named() -> None:
         TransformParams.from_json(text)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "where"),
+    [
+        ('"hflip"', '"mirror"', "mirror"),
+        ('"value":0.1', '"value":0.1,"p":1', r"color\.0\.p"),
+        ("[0.0,", "[NaN,", r"crop\.0"),
+        ('"value":0.1', '"value":Infinity', r"color\.0\.value"),
+    ],
+)
+def test_json_is_read_strictly(old: str, new: str, where: str) -> None:
+    text = replace(whole((4, 4)), color=(ColorOp("hue", 0.1),)).to_json()
+    assert old in text
+    with pytest.raises(ConfigError, match=where):
+        TransformParams.from_json(text.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"blur": 1.5}, r"blur by 1\.5, and blur=None"),
+        ({"blur": -1.0}, "blur -1 is negative"),
+        ({"erase": (1, 1, 4, 4)}, r"erase \(1, 1, 4, 4\), and erasing=None"),
+        ({"color": (ColorOp("channel_drop", 7),)}, "channel_drop has no choice 7"),
+        ({"color": (ColorOp("channel_drop", -1),)}, "channel_drop has no choice -1"),
+        ({"color": (ColorOp("posterize", -2),)}, "posterize has no choice -2"),
+        ({"color": (ColorOp("sepia"),)}, "no change of colour 'sepia'"),
+        ({"color": (ColorOp("contrast", float("nan")),)}, "not finite"),
+        ({"crop": (0.0, float("nan"), 40.0, 50.0)}, "not finite"),
+    ],
+)
+@pytest.mark.parametrize("each", [False, True])
+def test_params_that_this_transform_cannot_apply_are_named(changes: dict[str, Any], message: str, each: bool) -> None:
+    config = TransformConfig(size=(24, 32), dtype="float32", blur={"kernel_size": 5} if "negative" in message else None)
+    params = replace(whole((40, 50)), **changes)
+    if each:
+        params = replace(whole((40, 50)), frames=(whole((40, 50)), params))
+    with pytest.raises(GraphError, match=f"params do not fit this transform: .*{message}"):
+        run(config, make_planes(make_format(50, 40), 1), make_info(50, 40), params, [0, 0])
+
+
 def test_everything_is_drawn_now_and_then() -> None:
     drawn = [some_params(seed) for seed in range(60)]
     assert {p.vflip for p in drawn} == {p.hflip for p in drawn} == {True, False}
@@ -201,8 +241,50 @@ def test_values_of_another_frame_are_refused() -> None:
         transform.masks(torch.zeros(10, 10), whole((60, 80)))
     with pytest.raises(GraphError, match="2 frames for parameters of 3"):
         transform.boxes(torch.zeros(2, 1, 4), some_params(0, draws="frame"))
+    with pytest.raises(GraphError, match="frames of 61x80, these parameters are of frames of 60x80"):
+        transform.masks(torch.zeros(61, 80), some_params(0))
     each = transform.boxes(torch.zeros(3, 1, 4), some_params(0, draws="frame"))
     assert each.shape == (3, 1, 4)
+
+
+@pytest.mark.parametrize("draws", ["clip", "frame"])
+def test_places_in_frames_that_before_resized_are_not_taken_for_those_of_the_display(draws: str) -> None:
+    """Parameters are about the frames that before= gave: only who knows what it did can say where a place went."""
+    transform = ClipTransform(TransformConfig(size=(30, 40), crop="none", hflip=0.0, draws=draws), 1)
+    params = transform.draw(make_info(80, 60), np.random.default_rng(0), displayed=(120, 160))
+    assert (params.frame, params.displayed) == ((60, 80), (120, 160))
+    assert TransformParams.from_json(params.to_json()) == params
+    box, point = torch.tensor([[8.0, 4, 80, 60]]), torch.tensor([[8.0, 4]])
+    for move, places in ((transform.boxes, box), (transform.points, point)):
+        with pytest.raises(GraphError, match=r"frames of 60x80 .*before= gave them; the video shows 120x160 .*\n.*frame="):
+            move(places, params)
+        with pytest.raises(GraphError, match="places in frames of 120x160"):
+            move(places, params, frame=(120, 160))
+        assert torch.allclose(move(places, params, frame=(60, 80)), places / 2)
+    with pytest.raises(GraphError, match="frames of 120x160, these parameters are of frames of 60x80"):
+        transform.masks(torch.zeros(1, 120, 160), params)
+    assert transform.masks(torch.ones(1, 60, 80), params).shape == (1, 30, 40)
+    plain = transform.draw(make_info(80, 60), np.random.default_rng(0), displayed=(60, 80))
+    assert plain.displayed is None
+    assert torch.allclose(transform.points(point, plain), point / 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "says"),
+    [
+        ("masks", np.zeros((60, 80)), "values are a ndarray, not a tensor"),
+        ("boxes", [[0, 0, 1, 1]], "values are a list, not a tensor"),
+        ("flow", None, "values are a NoneType, not a tensor"),
+        ("masks", torch.zeros(60), "are no frames"),
+        ("boxes", torch.zeros(2, 2), r"are no places\n.*x1, y1, x2, y2"),
+        ("boxes", torch.zeros(2, 4, dtype=torch.int64), "torch.int64"),
+        ("points", torch.zeros(2, 4), r"are no places\n.*x, y"),
+    ],
+)
+def test_what_are_no_targets_is_said(name: str, values: Any, says: str) -> None:
+    transform = ClipTransform(TransformConfig(**EVERYTHING), 3)
+    with pytest.raises(GraphError, match=says):
+        getattr(transform, name)(values, some_params(0))
 
 
 def test_moves_one_after_the_other_are_one() -> None:

@@ -50,6 +50,26 @@ def test_kinetics_eval_is_short_side_256_and_the_centre() -> None:
     assert not params.hflip
 
 
+@pytest.mark.parametrize(("size", "short_side"), [(224, 256), (112, 128), (320, 366), ((96, 160), 110), ([384, 288], 329)])
+def test_the_short_side_of_kinetics_eval_goes_with_the_size(size: Any, short_side: int) -> None:
+    """At a fixed 256 a model of 112 would be evaluated on the middle fifth of the frame, and one of 288 not at all."""
+    config = TransformConfig(preset="kinetics_eval", size=size)
+    assert config.short_side == short_side
+    assert TransformConfig(**config.model_dump()) == config
+    file = LoaderConfig(transform={"preset": "kinetics_eval", "size": 300})
+    assert file.override({"transform": {"size": size}}).transform.short_side == short_side
+    assert TransformConfig(preset="kinetics_eval", size=size, short_side=400).short_side == 400
+    given = LoaderConfig(transform={"preset": "kinetics_eval", "short_side": 400}).override({"transform": {"size": size}})
+    assert given.transform.short_side == 400
+    assert TransformConfig(preset="diffusion", size=size).short_side is None
+
+
+@pytest.mark.parametrize("size", [0, True, "large", (3, "x"), (), (2, 2, 2), 1.5, None])
+def test_a_size_that_is_none_is_named_beside_a_preset(size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"TransformConfig\.size"):
+        TransformConfig(preset="kinetics_eval", size=size)
+
+
 def test_diffusion_is_within_minus_one_and_one() -> None:
     config = TransformConfig(preset="diffusion", size=32, dtype="float32")
     clip = run(config, PLANES, INFO, drawn(config, 1)[0], [0])
@@ -73,13 +93,33 @@ def test_a_preset_gives_way_to_what_is_named_beside_it(tmp_path: Path) -> None:
     file.write_text("transform: kinetics_eval\n")
     loader = LoaderConfig.from_yaml(file)
     assert loader.transform == TransformConfig(preset="kinetics_eval")
-    assert loader.override({"transform": {"size": 112}}).transform.short_side == 256, "the preset of the file stays"
-    assert loader.override({"transform": "videomae"}).transform == TransformConfig(preset="videomae"), "another begins anew"
+    assert loader.override({"transform": {"size": 112}}).transform == TransformConfig(preset="kinetics_eval", size=112)
+    assert loader.override({"transform": "videomae"}).transform == TransformConfig(preset="videomae"), "another takes its place"
     loader.to_yaml(file)
     assert LoaderConfig.from_yaml(file) == loader
+    again = LoaderConfig.from_yaml(file).override({"transform": "videomae"})
+    assert again.transform == TransformConfig(preset="videomae"), "a saved file names every field, and means none of them more"
     whole = TransformConfig(preset="kinetics_eval", crop="none")
     assert whole.short_side is None, "it belongs to the preset's crop"
     assert TransformConfig(**whole.model_dump()) == whole
+
+
+def test_a_preset_as_an_argument_leaves_what_the_configuration_says() -> None:
+    base = LoaderConfig(transform={"size": 224, "hflip": 0.0, "dtype": "float32"})
+    for part in ("kinetics_train", {"preset": "kinetics_train"}):
+        found = base.override({"transform": part}).transform
+        assert found == TransformConfig(preset="kinetics_train", hflip=0.0, dtype="float32")
+    found = base.override({"transform": {"preset": "kinetics_train", "hflip": 0.25}}).transform
+    assert (found.hflip, found.dtype, found.color_jitter is None) == (0.25, "float32", False), "what the argument names wins"
+    base = LoaderConfig(transform={"preset": "kinetics_eval", "dtype": "uint8"})
+    assert base.override({"transform": "diffusion"}).transform == TransformConfig(preset="diffusion", dtype="uint8")
+    assert base.override({"transform": TransformConfig(size=8)}).transform == TransformConfig(size=8), "a model is whole"
+    small = LoaderConfig(transform={"preset": "kinetics_eval", "size": 112})
+    for name in ("kinetics_eval", "videomae"):
+        found = small.override({"transform": name}).transform
+        assert found == TransformConfig(preset=name, size=112), (
+            "a short side that the preset made of the size is none of its own"
+        )
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,17 @@ def test_the_outline_is_the_crop(clips: dict[str, Path]) -> None:
     assert columns[0] <= 8, "from the left edge of the picture, six pixels in"
 
 
+def test_the_outline_is_the_crop_where_before_changes_the_size(clips: dict[str, Path]) -> None:
+    transform = {"crop": "none", "hflip": 0, "size": (24, 32)}
+    options: dict[str, Any] = {"clip": {"frames": 1}, "transform": transform, "batch": 1, "device": "cpu"}
+    sheets = []
+    for before in (None, lambda clip: clip.video[..., ::3, ::4]):
+        with VideoLoader(str(clips["h264"]), **options, before=before) as loader:
+            sheets.append(np.asarray(show(next(iter(loader)), loader.config.transform, tile=60)))
+    red = [np.abs(sheet[24 : 24 + 60].astype(int) - [255, 59, 48]).sum(2) < 30 for sheet in sheets]
+    assert np.array_equal(*red)
+
+
 @pytest.mark.parametrize("name", ["a.gif", "b.mp4", "C.GIF"])
 def test_an_animation_has_every_frame(made: tuple[Batch, Any], tmp_path: Path, name: str) -> None:
     batch, transform = made

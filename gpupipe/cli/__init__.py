@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from gpupipe import __version__
-from gpupipe.cli import bench, demo, doctor, index, probe, view
+from gpupipe.cli import bench, cache, demo, doctor, index, probe, view
 from gpupipe.cli.console import is_terminal, say, tell
 from gpupipe.errors import GpupipeError
 
@@ -29,6 +29,7 @@ app.command("demo")(demo.command)
 app.command("bench")(bench.command)
 app.command("probe")(probe.command)
 app.command("index")(index.command)
+app.command("cache")(cache.command)
 app.command("view")(view.command)
 app.command("doctor")(doctor.command)
 
@@ -70,10 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:  # one that falls outside of what typer guards
         sys.exit(130)
-    except OSError as error:  # files are told of by errors of their own: this is the standard output
+    except OSError as error:  # files are told of by errors of their own: mostly this is the standard output
         if os.environ.get(_DEBUG_VARIABLE) == "1":
             raise
-        tell(f"gpupipe: the result cannot be written: {error.strerror or error}")
+        where = f" to {error.filename}" if error.filename is not None else ""
+        tell(f"gpupipe: the result cannot be written{where}: {error.strerror or error}")
         os._exit(1)  # the interpreter's own attempt to write the rest would fail in the same way, with a traceback
     finally:
         # An interrupt that hits code evaluated from a string (a namedtuple, while a module loads) makes ``python -m`` end by

@@ -8,12 +8,16 @@ from typing import Annotated, Any, Literal
 import typer
 from pydantic import Field
 
-from gpupipe.cli.console import Progress, emit_json, existing, say, say_facts, size_text, to_json
+from gpupipe.cli.console import Progress, check_writable, emit_json, existing, say, say_facts, size_text, to_json
 from gpupipe.config import LoaderConfig, SourceConfig, StageConfig
-from gpupipe.errors import GpupipeError
+from gpupipe.errors import ConfigError, GpupipeError
 
+_FEW_BATCHES = 10
+"""Fewer say little of a rate."""
 _PASS_BATCHES = 64
-"""Batches in a pass, at least."""
+"""Batches in a pass, at least,"""
+_PASS_CLIPS = 65536
+"""but no more clips than this, where one batch has fewer: a list of them must be made first."""
 
 
 class BenchConfig(StageConfig):
@@ -70,7 +74,8 @@ def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str
     from gpupipe.data.source import collect
 
     rows = [{**entry.columns, "path": entry.path} for entry in collect(existing(videos), loader.source)]
-    return rows * -(-_PASS_BATCHES * loader.batch.size // len(rows))
+    size = loader.batch.size
+    return rows * -(-min(_PASS_BATCHES * size, max(size, _PASS_CLIPS)) // len(rows))
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -85,9 +90,15 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     from gpupipe import VideoLoader
     from gpupipe.observe.measure import machine_facts, measure
 
-    for file in (config.plot, config.report):  # now, not after the measurement
+    for option, file in (("--plot", config.plot), ("--report", config.report)):  # now, not after the measurement
         if file is not None and not file.parent.is_dir():
             raise GpupipeError(f"the folder {file.parent} for {file.name} does not exist", fix="make it or name another file")
+        if file is not None:
+            check_writable(option, file)
+    if config.transform is not None and config.transform.endswith((".yaml", ".yml")):
+        raise ConfigError(
+            f"--transform {config.transform} is a file, not a preset", fix=f"--config {config.transform} takes it"
+        )
     if config.plot is not None and config.plot.suffix.lower() != ".png":
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     settings = _loader_config(config)
@@ -134,7 +145,7 @@ def command(
     transform: Annotated[
         str | None, typer.Option(help="kinetics_train, kinetics_eval, videomae or diffusion; the loader's default.")
     ] = None,
-    size: Annotated[int | None, typer.Option(help="Side of the output in pixels; 224.")] = None,
+    size: Annotated[int | None, typer.Option(help="Side of the output in pixels; the transform's.")] = None,
     batch: Annotated[int | None, typer.Option(help="Clips in a batch; 8.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
     decoder: Annotated[Literal["auto", "nvdec", "dali", "cpu"] | None, typer.Option(help="auto, nvdec, dali or cpu.")] = None,
@@ -202,5 +213,8 @@ def _say_report(report: dict[str, Any]) -> None:
         ("  of it torch's", size_text(use["peak_torch_bytes"])),
         ("substituted", m["substituted"]),
     ])  # fmt: skip
+    if m["batches"] < _FEW_BATCHES:
+        start = "" if m["warmup_batches"] else ", and the start, which --warmup leaves out, is among them"
+        say(f"note  only {m['batches']} batches were measured{start}: measure longer (--seconds, --clips) for a rate to go by")
     for path, why in m["bad_files"].items():
         say(f"bad file  {path}: {why.splitlines()[0]}")

@@ -8,10 +8,11 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
-from gpupipe.errors import SourceError
+from gpupipe.errors import GpupipeError, SourceError
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -91,6 +92,19 @@ def existing(videos: Sequence[str]) -> list[str]:
         if not os.path.exists(video) and not glob.has_magic(video):
             raise SourceError(f"{video} does not exist", fix="check the path; relative ones start at the working directory")
     return list(videos)
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Looks whether a result can be written to ``file``, before the work that makes it.
+
+    Raises:
+        GpupipeError: when it is a folder, or lies where nothing can be written.
+    """
+    if file.is_dir():
+        raise GpupipeError(f"{option} {file} is a folder", fix="name a file in it")
+    place = next(parent for parent in (file, *file.absolute().parents) if parent.exists())
+    if (place != file and not place.is_dir()) or not os.access(place, os.W_OK):
+        raise GpupipeError(f"{option} {file} cannot be written: see {place}", fix="name a file in a folder of yours")
 
 
 def size_text(count: float | None) -> str | None:

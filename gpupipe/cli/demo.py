@@ -36,9 +36,9 @@ class DemoConfig(StageConfig):
     frames: Annotated[int, Field(ge=2)] = 8
     stride: Annotated[int, Field(ge=1)] = 2
     target: Annotated[float, Field(ge=0, le=1)] = 0.90
-    """Validation accuracy to reach."""
+    """Validation accuracy that the last epoch must reach, for the demo to count as done."""
     stop_at: Annotated[float, Field(ge=0)] = 0.97
-    """Training ends early at this accuracy."""
+    """Training ends after the first epoch with this accuracy, whatever the target is."""
     load_clips: Annotated[int, Field(ge=1)] = 256
     """Clips loaded of the user's own videos; at most one epoch."""
 
@@ -198,7 +198,10 @@ def command(
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Fixes the clips, the order, the augmentations and the model.")] = 0,
     epochs: Annotated[int | None, typer.Option(help="Most epochs of the training.")] = None,
-    target: Annotated[float | None, typer.Option(help="Validation accuracy to reach, 0 to 1; 0.9 unless --quick.")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Accuracy that the last epoch must reach; 0.9 unless --quick."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds, too short to learn: shows that all works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -238,6 +241,10 @@ def _say_report(report: dict[str, Any]) -> None:
     facts += [("clips/s", f"{report['clips_per_s']:.1f}"), ("wait per step", waits)]
     facts += [(name.replace("_", " "), file) for name, file in report["files"].items()]
     say_facts(facts)
+    if "accuracy" in report:
+        say("\nnext: the same on your own videos is `gpupipe demo VIDEOS…`, a loop of your own is in samples/02_train_loop.py")
+    else:
+        say("\nnext: `gpupipe view VIDEO` shows what a model sees, `gpupipe bench VIDEOS…` measures; samples/ has loops")
     if report["bad_files"]:
         say(f"\n{len(report['bad_files'])} bad files:")
         for path, why in report["bad_files"].items():

@@ -24,7 +24,8 @@ def index(config: IndexConfig) -> dict[str, Any]:
     """Loads or makes the index of every video.
 
     Returns:
-        What was found: counts, hours, bytes, time, and the bad files with their errors; JSON types only.
+        What was found: counts, hours, bytes, time, the bad files with their errors, and how many indices could not be kept;
+        JSON types only.
 
     Raises:
         SourceError: when the videos are not there.
@@ -33,6 +34,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
 
     from gpupipe.config import SourceConfig
     from gpupipe.data.index.fill import fill
+    from gpupipe.data.scan.store import file_of
     from gpupipe.data.source import collect
     from gpupipe.device.disk import cache_dir
     from gpupipe.device.inventory import cpu_quota
@@ -42,7 +44,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
     paths = list(dict.fromkeys(entry.path for entry in entries))
     bad: dict[str, str] = {}
     cut: dict[str, str] = {}
-    frames = packets = size_bytes = 0
+    frames = packets = size_bytes = not_kept = 0
     seconds = 0.0
     began = time.perf_counter()
     outcomes = fill(paths, config.processes or cpu_quota())
@@ -51,6 +53,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
             if isinstance(outcome, GpupipeError):
                 bad[path] = str(outcome)
             else:
+                not_kept += not file_of(outcome.identity).is_file()
                 frames += outcome.info.frames
                 packets += len(outcome.pts)
                 size_bytes += outcome.identity.size_bytes
@@ -69,6 +72,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
         "bad_files": bad,
         "cut_files": cut,
         "cache": str(cache_dir()),
+        "not_kept": not_kept,
     }
 
 
@@ -80,22 +84,24 @@ def command(
     """Make the indices of a whole set of videos.
 
     A loader makes them by itself when it first meets a video; this does it ahead, and names the files that cannot be used; the
-    exit status is 1 when there are any.
+    exit status is 1 when there are any, or when the indices cannot be kept.
     """
     report = index(IndexConfig(videos=tuple(videos), processes=processes))
     if as_json:
         emit_json(report)
-        raise typer.Exit(1 if report["bad_files"] else 0)
+        raise typer.Exit(1 if report["bad_files"] or report["not_kept"] else 0)
     say_facts([
         ("videos", f"{report['videos']}, {report['video_seconds'] / 3600:.2f} hours, {size_text(report['size_bytes'])}"),
         ("frames", report["frames"]),
         ("time", f"{report['seconds']:.2f} s"),
         ("cache", report["cache"]),
+        ("not kept", f"{report['not_kept']} indices: set GPUPIPE_CACHE to a folder that can be written" if report["not_kept"]
+         else None),
     ])  # fmt: skip
     for title, files in (("cannot be used", report["bad_files"]), ("cut or damaged", report["cut_files"])):
         if files:
             say(f"\n{len(files)} {title}:")
             for path, why in files.items():
                 say(f"  {path}: {why.splitlines()[0]}")
-    if report["bad_files"]:
+    if report["bad_files"] or report["not_kept"]:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,8 +44,13 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
     from gpupipe.data.bytes import Identity
     from gpupipe.data.decode import choose
     from gpupipe.data.scan.store import file_of
+    from gpupipe.data.transform.color import matrix_name
     from gpupipe.device.inventory import resolve_device
+    from gpupipe.errors import OpenError
 
+    if os.path.isdir(config.file):
+        fix = "name one video file; `gpupipe index` goes through a folder, a table or a list"
+        raise OpenError(f"{config.file} is a folder", fix=fix, path=config.file)
     device = resolve_device(config.device)
     identity = Identity.of(config.file)
     cached = indices.cached(identity) is not None
@@ -72,6 +78,8 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
         "pixel_aspect": str(info.pixel_aspect),
         "color_matrix": info.color_matrix,
         "color_range": info.color_range,
+        "color_matrix_used": matrix_name(info, "auto"),
+        "color_range_used": info.color_range or "limited",
         "transfer": info.transfer,
         "coded_size": info.coded_size,
         "chroma_location": info.chroma_location,
@@ -92,7 +100,7 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
         "read_from_map": index.mapped,
         "index_cached": cached,
         "index_seconds": took,
-        "index_file": str(file_of(identity)),
+        "index_file": str(file_of(identity)) if file_of(identity).is_file() else None,
         "plan": plans,
         "device": str(device),
         "decoder": choice.decoder,
@@ -135,13 +143,15 @@ def command(
     coded = f" (coded as {coded_width}x{coded_height})" if differs else ""
     rate = "variable rate, on average " if facts["variable_rate"] else ""
     untagged = "not tagged"
+    matrix = facts["color_matrix"] or f"{untagged} (read as {facts['color_matrix_used']})"
+    span = facts["color_range"] or f"{untagged} (read as {facts['color_range_used']})"
     say_facts([
         ("file", facts["file"]),
         ("container", facts["container"]),
         ("codec", f"{facts['codec']}, {facts['pix_fmt']}, {facts['bit_depth']} bit{', interlaced' * facts['interlaced']}"),
         ("size", f"{facts['width']}x{facts['height']}{coded}{turned}, pixel aspect {facts['pixel_aspect']}"),
         ("rotation", f"{facts['rotation']} degrees clockwise"),
-        ("colour", f"matrix {facts['color_matrix'] or untagged}, range {facts['color_range'] or untagged}, "
+        ("colour", f"matrix {matrix}, range {span}, "
                    f"transfer {facts['transfer'] or untagged}, chroma {facts['chroma_location']}"),
         ("frames", f"{facts['frames']} at {rate}{facts['fps']:.3f} per second"),
         ("damage", facts["damage"]),
@@ -152,7 +162,7 @@ def command(
         ("keyframes", f"{facts['keyframes']} flagged, {facts['start_points']} where a decode may start: every "
                       f"{facts['start_distance_mean']:.1f} frames on average, {facts['start_distance_max']} at most"),
         ("index", f"{'from the cache' if facts['index_cached'] else 'built'} in {1000 * facts['index_seconds']:.1f} ms"),
-        ("index file", facts["index_file"]),
+        ("index file", facts["index_file"] or "not kept: set GPUPIPE_CACHE to a folder that can be written"),
         ("decoder", f"{facts['decoder']} on device {facts['device']}: {facts['decoder_reason']}"),
         *((f"clip, stride {cost['stride']}", f"{cost['packets']:.1f} packets for {cost['frames']} frames, instead of "
            f"{cost['plain_packets']:.1f} from the keyframe on") for cost in facts["plan"] or ()),

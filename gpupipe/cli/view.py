@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import Field
 
-from gpupipe.cli.console import emit_json, say_facts
+from gpupipe.cli.console import check_writable, emit_json, say_facts
 from gpupipe.config import StageConfig
 
 
@@ -38,6 +38,7 @@ def view(config: ViewConfig) -> dict[str, Any]:
 
     Raises:
         ConfigError: for an unknown transform or file type.
+        GpupipeError: when ``config.out`` cannot be written.
         OpenError: when the file cannot be opened as a video.
     """
     import json
@@ -47,6 +48,7 @@ def view(config: ViewConfig) -> dict[str, Any]:
     from gpupipe.observe.view import show, suffix_of
 
     suffix_of(config.out)
+    check_writable("--out", config.out)
     if config.transform.endswith((".yaml", ".yml")):
         transform = LoaderConfig.from_yaml(config.transform).transform
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -48,6 +48,8 @@ __all__ = [
 class SourceConfig(StageConfig):
     """Which files count as videos when a folder is given, and where labels come from."""
 
+    example: ClassVar[str] = '{"label_from": "folder"}'
+
     extensions: tuple[str, ...] = (
         ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
         ".ogv",
@@ -56,24 +58,43 @@ class SourceConfig(StageConfig):
     recursive: bool = True
     """Look into the folders inside a folder too."""
     label_from: Literal["column", "folder"] = "column"
-    """``folder``: the label is the position of the video's parent folder's name among ``classes``."""
+    """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
     classes: tuple[str, ...] = ()
-    """Names of the folders in the order of their numbers; none: those that are there, sorted. Give a validation set the
-    ``classes`` of the training loader: it may lack some."""
+    """Names of the folders, or of the labels where these are text, in the order of their numbers; none: those that are there,
+    sorted. Give a validation set the ``classes`` of the training loader: it may lack some."""
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
     label_column: str = "label"
-    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here."""
+    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
+    their place among ``classes``."""
+
+    @field_validator("extensions")
+    @classmethod
+    def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for ending in value:
+            if not ending.startswith(".") or ending == ".":
+                raise ValueError(f"{ending!r} is no ending of a file's name: write it with its dot, as '.mp4'")
+        return value
+
+    @field_validator("classes")
+    @classmethod
+    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        twice = next((name for name in value if value.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{twice!r} is there twice: each class has one number")
+        return value
 
 
 class ClipConfig(StageConfig):
     """Which frames make a clip. All positions are in display order; times are in seconds of the video's clock."""
 
+    example: ClassVar[str] = '{"frames": 16, "stride": 4}'
+
     frames: Annotated[int, Field(ge=1, le=4096)] = 16
     """Frames in a clip (T)."""
-    stride: Annotated[int, Field(ge=1)] = 1
+    stride: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """Distance between neighbouring frames of a clip, in frames. Not together with ``fps``."""
-    fps: Annotated[float, Field(gt=0)] | None = None
+    fps: Annotated[float, Field(ge=1e-6, le=1e6)] | None = None
     """Frames per second of the clip: frame k is the last one shown at or before start + k / fps."""
     sampling: Literal["random", "regular", "uniform", "stratified", "keyframe"] = "random"
     """``random``: a random start. ``regular``: the clips of a video start at regular distances, the first with its first frame
@@ -81,7 +102,8 @@ class ClipConfig(StageConfig):
     ``uniform``: the middle frames of T equal segments of the video. ``stratified``: one random frame out of each of T equal
     segments (Wang et al., Temporal Segment Networks, ECCV 2016)."""
     clips_per_video: Annotated[int, Field(ge=1, le=256)] = 1
-    """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them."""
+    """Clips of each visit to a video, side by side in the batch and decoded in one pass; ``batch.size`` counts each of them.
+    With a ``start_frame`` in the row all of them show the same frames, in crops of their own."""
     speed: SpeedRange = (1.0, 1.0)
     """TimeWarp: how many times as fast the clip runs, drawn uniformly from (low, high); one number fixes it. The distance
     between frames, by ``stride`` or ``fps``, is multiplied by it."""
@@ -114,6 +136,8 @@ class ClipConfig(StageConfig):
 class BatchConfig(StageConfig):
     """How clips are grouped."""
 
+    example: ClassVar[str] = '{"size": 8, "drop_last": False}'
+
     size: Annotated[int, Field(ge=1)] = 8
     """Clips in a batch."""
     drop_last: bool = True
@@ -123,6 +147,8 @@ class BatchConfig(StageConfig):
 class DecodeConfig(StageConfig):
     """Where and by how many threads videos are decoded."""
 
+    example: ClassVar[str] = '{"decoder": "cpu"}'
+
     decoder: Literal["auto", "nvdec", "dali", "cpu"] = "auto"
     """``auto``: NVDEC for what the engine has on a CUDA device, else the CPU; ``nvdec``: an error where NVDEC cannot serve;
     ``dali``: NVIDIA DALI, an error where it cannot serve; for comparison, not for speed."""
@@ -131,18 +157,28 @@ class DecodeConfig(StageConfig):
     that this process may use."""
     limit_seconds: Annotated[float, Field(gt=0)] = 120.0
     """How long one visit to a video may take. After that it is a bad file, even when a thread is stuck in native code: that
-    thread is given up and replaced."""
+    thread is given up and replaced. A call of a transform of your own may take as long too; then the loop gets an error."""
     cpu_workers: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = 0
     """Processes that decode in software. Beside NVDEC: 0 starts a few when videos come that NVDEC cannot decode; more also help
     it, at low priority, as many of them as measurably add; ``auto``: up to three of four cores, less half a core for each NVDEC
     thread. Helpers work on batches further ahead than ``jitter.depth``. On the CPU: 0 decodes in threads instead, and ``auto``
-    means three of four cores."""
+    means three of four cores. ``auto`` divides the cores by the ranks on this machine: ``LOCAL_WORLD_SIZE``, as torchrun sets
+    it, else those of torch.distributed, at most one for each visible GPU. Give a number where each rank is bound to cores of
+    its own, or where a launcher tells neither."""
+    damaged: Literal["keep", "bad"] = "keep"
+    """Frames of which FFmpeg tells that it could not decode them whole and patched them up, and those that may be predicted
+    from such a picture. ``keep``: they are used, told once a file in the log and counted as ``damaged_frames`` in ``stats()``.
+    ``bad``: a clip that has one is that of a bad file (``on_bad_file``). Only software can tell: NVDEC patches up damage
+    without a word, so ``bad`` is sure where ``decoder`` is ``cpu``, and for H.264 and MPEG-1/2/4: FFmpeg notices little in
+    HEVC, VP9 and AV1."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
 
 
 class JitterConfig(StageConfig):
     """How many batches are prepared ahead, and in which order they come."""
+
+    example: ClassVar[str] = '{"depth": 4}'
 
     depth: Annotated[int, Field(ge=1, le=1024)] = 4
     """Batches in preparation or ready, not yet taken by the consumer. While processes help NVDEC (``decode.cpu_workers``) and
@@ -155,6 +191,8 @@ class JitterConfig(StageConfig):
 
 class CacheConfig(StageConfig):
     """What is kept for later epochs and fetched ahead of need. All of it is off unless asked for; none changes a pixel."""
+
+    example: ClassVar[str] = '{"clips": "device", "clips_gib": 4}'
 
     clips: Literal["off", "device", "pinned"] = "off"
     """Keep decoded clips, as the codec made them: ``device``: in the device's memory; ``pinned``: in page-locked host memory,
@@ -180,6 +218,13 @@ class CacheConfig(StageConfig):
 class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(("before", "after"), "give it to VideoLoader itself: functions are no part of a configuration"),
+        **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
+        "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
+        "batch_size": "write batch=…",
+    }
+
     source: SourceConfig = SourceConfig()
     """Which files are videos, and where labels come from."""
     clip: ClipConfig = ClipConfig()
@@ -196,7 +241,7 @@ class LoaderConfig(StageConfig):
     """What is kept and fetched ahead of need."""
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
     """With the epoch and a sample's number it fixes the order and every random choice."""
     shuffle: bool = True
     """A new order each epoch; False: that of the list."""
@@ -204,7 +249,8 @@ class LoaderConfig(StageConfig):
     """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
     """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
-    smaller. ``raise``: the loop gets the error. Always counted and named."""
+    smaller; an epoch of which every clip was skipped ends in an error. ``raise``: the loop gets the error. Always counted and
+    named."""
     rank: Annotated[int, Field(ge=0)] | None = None
     """Data-parallel rank of this loader; None: torch.distributed's where it is set up, else the environment's ``RANK``, else 0.
     Ranks that share a model (tensor or context parallel) must get the same samples: give both numbers there."""
@@ -224,8 +270,8 @@ class LoaderConfig(StageConfig):
         return (value,) if isinstance(value, str) else value
 
     def override(self, values: dict[str, Any]) -> Self:
-        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest; one
-        that names a preset begins anew from that.
+        """This configuration with other values. A dict for a stage changes the fields that it names and leaves the rest. A
+        preset takes the place of the preset or the defaults that were there: fields that had other values than these keep them.
 
         Raises:
             ConfigError: for an unknown field or a value outside its range.
@@ -235,11 +281,15 @@ class LoaderConfig(StageConfig):
             stage = getattr(self, name, None)
             part = self._batch_of_size(value) if name == "batch" else value
             part = {"preset": part} if name == "transform" and isinstance(part, str) else part
-            if isinstance(stage, StageConfig) and isinstance(part, dict) and "preset" not in part:
+            if isinstance(stage, StageConfig) and isinstance(part, dict):
                 kept = {field: getattr(stage, field) for field in stage.model_fields_set}
+                if isinstance(stage, TransformConfig) and part.get("preset") is not None:
+                    kept = stage.own  # by value, since a saved configuration names every field
                 for one, other in (("stride", "fps"), ("fps", "stride")):  # the one that is named now takes the other's place
                     if name == "clip" and one in part and other not in part:
                         kept.pop(other, None)
+                if isinstance(stage, TransformConfig) and "size" in part and stage.short_side_is_presets:
+                    kept.pop("short_side", None)  # to be that for the new size
                 merged[name] = kept | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 
@@ -293,8 +343,10 @@ class LoaderConfig(StageConfig):
         """
         import yaml
 
+        from gpupipe.config.distinct import DistinctLoader
+
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            values = yaml.load(Path(path).read_text(encoding="utf-8"), DistinctLoader)
         except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}", fix="give a readable YAML file") from error
         if not isinstance(values, dict | None):

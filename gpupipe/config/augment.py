@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from gpupipe.config.ranges import (
+    Alpha,
     DegreeRange,
     FactorRange,
     HueRange,
-    NotNegative,
-    Positive,
+    Ratio,
     Share,
     ShearRange,
     SigmaRange,
     Values,
+    Zoom,
     ascending,
 )
 from gpupipe.config.stage import StageConfig
@@ -23,6 +24,8 @@ from gpupipe.config.stage import StageConfig
 
 class ColorJitterConfig(StageConfig):
     """ColorJitter: the four adjustments in a random order, each by a factor drawn uniformly from its range."""
+
+    example: ClassVar[str] = '{"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}'
 
     brightness: FactorRange = (1.0, 1.0)
     """Factor of RGB; a number b means [max(0, 1 - b), 1 + b]."""
@@ -46,11 +49,13 @@ class AffineConfig(StageConfig):
     """RandomAffine about the centre of the output. It is part of the one resampling: what a turn brings in from outside of the
     crop is picture as far as the frame reaches, and the transform's ``fill`` beyond."""
 
+    example: ClassVar[str] = '{"degrees": 10, "translate": (0.1, 0.1), "scale": (0.9, 1.1)}'
+
     degrees: DegreeRange = (0.0, 0.0)
     """Range of the rotation, clockwise; a number d means [-d, d]."""
     translate: tuple[Share, Share] = (0.0, 0.0)
     """Largest shift along x and y, as shares of the output's width and height; shifts are whole pixels."""
-    scale: tuple[Positive, Positive] = (1.0, 1.0)
+    scale: tuple[Zoom, Zoom] = (1.0, 1.0)
     """Range of the zoom: 2 shows everything twice as large."""
     shear: ShearRange = (0.0, 0.0, 0.0, 0.0)
     """Ranges in degrees: (low, high) along x, or (low x, high x, low y, high y); a number s means [-s, s] along x."""
@@ -68,6 +73,8 @@ class AutoAugmentConfig(StageConfig):
     """RandAugment (Cubuk et al., CVPRW 2020) and TrivialAugment Wide (Müller and Hutter, ICCV 2021), with torchvision's tables
     of operations and magnitudes. One draw serves the whole clip. Moves are part of the one resampling, so they come before
     the changes of colour, whatever the order in which they were drawn."""
+
+    example: ClassVar[str] = '{"policy": "randaugment", "num_ops": 2, "magnitude": 9}'
 
     policy: Literal["randaugment", "trivialaugment"] = "randaugment"
     """How operations and their strength are drawn."""
@@ -88,6 +95,8 @@ class AutoAugmentConfig(StageConfig):
 class BlurConfig(StageConfig):
     """GaussianBlur of the output, before the normalisation."""
 
+    example: ClassVar[str] = '{"kernel_size": 23, "sigma": (0.1, 2.0), "p": 0.5}'
+
     kernel_size: Annotated[int, Field(ge=1, le=511)] = 23
     """Taps along each axis; odd."""
     sigma: SigmaRange = (0.1, 2.0)
@@ -106,11 +115,13 @@ class BlurConfig(StageConfig):
 class ErasingConfig(StageConfig):
     """RandomErasing (Zhong et al., AAAI 2020): one box, the same in every frame of the clip, after the normalisation."""
 
+    example: ClassVar[str] = '{"p": 0.25}'
+
     p: Share = 0.25
     """Probability."""
     scale: tuple[Share, Share] = (0.02, 0.33)
     """Range of the box's area as a share of the output's."""
-    ratio: tuple[Positive, Positive] = (0.3, 3.3)
+    ratio: tuple[Ratio, Ratio] = (0.3, 3.3)
     """Range of the box's aspect ratio, height / width as in torchvision."""
     value: Values | Literal["random"] = (0.0, 0.0, 0.0)
     """What the box is filled with, in the clip's own values: 0 is the mean colour of a normalised clip; ``random``: standard
@@ -129,11 +140,13 @@ class MixConfig(StageConfig):
     Each clip is mixed with the one before it in the batch, as in torchvision. With both alphas given, each batch takes one of
     the two, by a fair draw."""
 
-    num_classes: Annotated[int, Field(ge=2)]
+    example: ClassVar[str] = '{"num_classes": 400, "mixup": 0.8, "cutmix": 1.0, "label_smoothing": 0.1}'
+
+    num_classes: Annotated[int, Field(ge=2, le=10**7)]
     """Classes; labels are whole numbers from 0 to ``num_classes`` - 1."""
-    mixup: NotNegative = 0.0
+    mixup: Alpha = 0.0
     """Alpha of MixUp (Zhang et al., ICLR 2018): shares are drawn from Beta(alpha, alpha). 0: no MixUp."""
-    cutmix: NotNegative = 0.0
+    cutmix: Alpha = 0.0
     """Alpha of CutMix (Yun et al., ICCV 2019). 0: no CutMix."""
     p: Share = 1.0
     """Probability that a batch is mixed."""

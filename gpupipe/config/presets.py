@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from typing import Any
 
+from gpupipe.config.stage import whole_number
 from gpupipe.errors import ConfigError
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -21,14 +22,19 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def preset(name: Any) -> dict[str, Any]:
-    """The fields that a preset sets.
+def preset(name: Any, size: Any = None) -> dict[str, Any]:
+    """The fields that a preset sets, its ``short_side`` in the same ratio to another ``size`` (pixels, or height and width).
 
     Raises:
         ConfigError: for an unknown name; it names the nearest.
     """
     if isinstance(name, str) and name in PRESETS:
-        return PRESETS[name]
+        fields = PRESETS[name]
+        sides = map(whole_number, size if isinstance(size, tuple | list) else [size])
+        known = [side for side in sides if side is not None]  # what is wrong with the others is told where sizes are checked
+        if known and "short_side" in fields:
+            return fields | {"short_side": max(1, round(min(known) * fields["short_side"] / fields["size"]))}
+        return fields
     close = difflib.get_close_matches(str(name), PRESETS, n=1, cutoff=0.4)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(f"there is no transform preset {name!r}{hint}", fix=f"use one of {', '.join(PRESETS)}")

@@ -51,12 +51,16 @@ def ascending(name: str, value: tuple[float, ...] | None) -> None:
 
 Share = Annotated[float, Field(ge=0, le=1)]
 """A probability, or a part of a whole."""
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
+Alpha = Annotated[float, Field(ge=0, le=1e4)]
+"""Of a Beta distribution; 0: off."""
+Zoom = Annotated[float, Field(ge=0.01, le=100)]
+Deviation = Annotated[float, Field(ge=1e-6, le=1e6)]
+"""What the difference from the mean is divided by."""
 Part = Annotated[float, Field(gt=0, le=1)]
 Ratio = Annotated[float, Field(ge=1e-4, le=1e4)]
 
-FactorRange = Annotated[tuple[NotNegative, NotNegative], BeforeValidator(_around_one)]
+Factor = Annotated[float, Field(ge=0, le=1000)]
+FactorRange = Annotated[tuple[Factor, Factor], BeforeValidator(_around_one)]
 """Range of a factor; one number b means [max(0, 1 - b), 1 + b]."""
 HueRange = Annotated[
     tuple[Annotated[float, Field(ge=-0.5, le=0.5)], Annotated[float, Field(ge=-0.5, le=0.5)]], BeforeValidator(_around_zero)
@@ -65,14 +69,17 @@ HueRange = Annotated[
 Degrees = Annotated[float, Field(ge=-360, le=360)]
 DegreeRange = Annotated[tuple[Degrees, Degrees], BeforeValidator(_around_zero)]
 """Range of an angle in degrees; one number d means [-d, d]."""
-Shear = Annotated[float, Field(gt=-90, lt=90)]
+Shear = Annotated[float, Field(ge=-89, le=89)]
 ShearRange = Annotated[tuple[Shear, Shear, Shear, Shear], BeforeValidator(_shears)]
 """Ranges of the shears along x and y in degrees, (low x, high x, low y, high y)."""
-SigmaRange = Annotated[tuple[Positive, Positive], BeforeValidator(_twice)]
+Sigma = Annotated[float, Field(ge=1e-3, le=1e4)]
+SigmaRange = Annotated[tuple[Sigma, Sigma], BeforeValidator(_twice)]
 SpeedRange = Annotated[
     tuple[Annotated[float, Field(ge=1 / 64, le=64)], Annotated[float, Field(ge=1 / 64, le=64)]], BeforeValidator(_twice)
 ]
 Color = Annotated[tuple[Share, Share, Share], BeforeValidator(_three_times)]
 """R, G and B in [0, 1]; one number means a grey."""
+Spread = Annotated[tuple[Deviation, Deviation, Deviation], BeforeValidator(_three_times)]
+"""Positive values for R, G and B; one number stands for all three."""
 Values = Annotated[tuple[float, float, float], BeforeValidator(_three_times)]
 """One value for each channel; one number stands for all three."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import math
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from gpupipe.config.augment import (
     AffineConfig,
@@ -15,14 +16,20 @@ from gpupipe.config.augment import (
     MixConfig,
 )
 from gpupipe.config.presets import preset
-from gpupipe.config.ranges import Color, Part, Positive, Ratio, Share, ascending
+from gpupipe.config.ranges import Color, Part, Ratio, Share, Spread, ascending
 from gpupipe.config.stage import Misfit, StageConfig, whole_number
 from gpupipe.errors import ConfigError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 
+_OF_CODES = (4.0, 1e6)
+"""Means and deviations between these are of codes, mostly of 8 bits."""
+
 Side = Annotated[int, Field(ge=1, le=8192)]
+ShortSide = Annotated[int, Field(ge=1, le=65536)]
+_GREATEST = {"float16": 65504.0, "bfloat16": 3.3895e38, "float32": 3.4028e38}
+"""The greatest numbers of floating-point types."""
 WINDOWS = ("random", "center", "three")
 """Crops that take a window of ``size`` from the scaled frame."""
 
@@ -33,8 +40,11 @@ class TransformConfig(StageConfig):
     Whatever the order of the fields, a clip is made in this one: crop, resize, flips and affine move in one resampling; YUV to
     RGB; automatic augmentation, colour jitter, grayscale, channel drop; blur; normalisation; erasing."""
 
+    example: ClassVar[str] = '{"preset": "kinetics_train", "size": 112}'
+
     preset: str | None = None
-    """``kinetics_train``, ``kinetics_eval``, ``videomae`` or ``diffusion``: sets further fields; those given here win."""
+    """``kinetics_train``, ``kinetics_eval``, ``videomae`` or ``diffusion``: sets further fields; those given here win. The
+    ``short_side`` of ``kinetics_eval`` goes with ``size``: 256 / 224 of its shorter side, unless it is given too."""
     size: tuple[Side, Side] = (224, 224)
     """(height, width) of the output in pixels; one number means a square."""
     crop: Literal["random-resized", "random", "center", "three", "multi-scale", "none"] = "random-resized"
@@ -49,7 +59,7 @@ class TransformConfig(StageConfig):
     """Range of the crop's aspect ratio (width / height), for ``random-resized``."""
     multi_scale: Annotated[tuple[Part, ...], Field(min_length=1, max_length=16)] = (1.0, 0.875, 0.75, 0.66)
     """Sides of the crop as shares of the frame's shorter side, for ``multi-scale``; neighbours in the list may be paired."""
-    short_side: Annotated[int, Field(ge=1)] | tuple[Annotated[int, Field(ge=1)], Annotated[int, Field(ge=1)]] | None = None
+    short_side: ShortSide | tuple[ShortSide, ShortSide] | None = None
     """Length in pixels of the scaled shorter side for ``random``, ``center`` and ``three``; (low, high): drawn uniformly for
     each clip (RandomShortSideScale); None: just large enough for ``size``."""
     hflip: Share = 0.5
@@ -77,10 +87,10 @@ class TransformConfig(StageConfig):
     one matrix, and values beyond go on to the normalisation. dtype ``uint8`` is always clamped at the end."""
     blur: BlurConfig | None = None
     """GaussianBlur."""
-    mean: tuple[float, float, float] = IMAGENET_MEAN
-    """Subtracted from RGB in [0, 1]. Not applied to ``dtype='uint8'``."""
-    std: tuple[Positive, Positive, Positive] = IMAGENET_STD
-    """Divides what ``mean`` left. Not applied to ``dtype='uint8'``."""
+    mean: Color = IMAGENET_MEAN
+    """Subtracted from RGB in [0, 1]; one number stands for all three channels. Not applied to ``dtype='uint8'``."""
+    std: Spread = IMAGENET_STD
+    """Divides what ``mean`` left; one number stands for all three channels. Not applied to ``dtype='uint8'``."""
     erasing: ErasingConfig | None = None
     """RandomErasing."""
     draws: Literal["clip", "frame"] = "clip"
@@ -109,9 +119,23 @@ class TransformConfig(StageConfig):
         return cls(preset=value) if isinstance(value, str) else super().parse(value)
 
     @property
+    def short_side_is_presets(self) -> bool:
+        """Whether the short side is what the preset makes of ``size``."""
+        return self.preset is not None and self.short_side == preset(self.preset, self.size).get("short_side")
+
+    @property
     def crops(self) -> int:
         """Clips that show the same frames, each another part of the picture."""
         return 3 if self.crop == "three" else 1
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """The fields that have other values than this transform's preset, or without one the defaults, would give them."""
+        plain = type(self)(preset=self.preset)
+        differ = {name: value for name in type(self).model_fields if (value := getattr(self, name)) != getattr(plain, name)}
+        if self.short_side_is_presets:  # it goes with the size
+            differ.pop("short_side", None)
+        return differ
 
     @model_validator(mode="before")
     @classmethod
@@ -119,11 +143,21 @@ class TransformConfig(StageConfig):
         if isinstance(values, str):
             values = {"preset": values}
         if isinstance(values, dict) and values.get("preset") is not None:
-            fields = preset(values["preset"]) | values
+            fields = preset(values["preset"], values.get("size")) | values
             if fields.get("crop") not in WINDOWS and "short_side" not in values:  # the preset's belongs to the preset's crop
                 fields.pop("short_side", None)
             return fields
         return values
+
+    @field_validator("mean", "std", mode="before")
+    @classmethod
+    def _of_unit_scale(cls, value: Any, info: ValidationInfo) -> Any:
+        numbers = value if isinstance(value, list | tuple) else [value]
+        if any(isinstance(number, int | float) and _OF_CODES[0] < number <= _OF_CODES[1] for number in numbers):
+            raise Misfit(
+                f"{info.field_name} is on a scale of 0 to 255", fix="divide mean and std by 255: RGB is in [0, 1] here"
+            )
+        return value
 
     @field_validator("dtype", mode="before")
     @classmethod
@@ -167,6 +201,23 @@ class TransformConfig(StageConfig):
         value = self.erasing.value if self.erasing is not None else ()
         if self.dtype == "uint8" and (value == "random" or not all(0 <= v <= 255 for v in value)):
             raise ValueError(f"erasing.value={value!r} does not fit dtype='uint8'")
+        return self
+
+    @model_validator(mode="after")
+    def _values_fit_the_dtype(self) -> Self:
+        most = _GREATEST.get(self.dtype, math.inf)
+        for mean, std in zip(self.mean, self.std, strict=True):
+            if max(abs(0 - mean), abs(1 - mean)) / std > most:
+                raise Misfit(
+                    f"mean={mean:g} and std={std:g} make values beyond {most:g}, the greatest of dtype={self.dtype!r}",
+                    fix="use std of about 0.2 for RGB in [0, 1], or another dtype",
+                )
+        for value in self.erasing.value if self.erasing is not None and self.erasing.value != "random" else ():
+            if abs(float(value)) > most:
+                raise Misfit(
+                    f"erasing.value={value:g} is beyond {most:g}, the greatest of dtype={self.dtype!r}",
+                    fix="give it in the clip's own values: 0 is the mean colour",
+                )
         return self
 
     @model_validator(mode="after")

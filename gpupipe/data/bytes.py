@@ -6,7 +6,6 @@ error with a name, where a map would end the process with SIGBUS; and from the p
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Iterable
@@ -15,7 +14,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from gpupipe.errors import DeviceError, GpupipeError, OpenError
+from gpupipe.data.limit import no_more_files, too_many
+from gpupipe.errors import GpupipeError, OpenError
 
 _ADVICE_BYTES = 128 << 10
 """Bytes of one piece of advice. Linux reads no more for it than the device's read-ahead window, which is seldom smaller."""
@@ -43,7 +43,7 @@ class Identity:
         if not stat.S_ISREG(facts.st_mode):  # opening a pipe would wait for ever
             kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "not a regular file"
             raise OpenError(f"{path} is {kind}, not a video", fix="name a file, or give a folder to VideoLoader", path=path)
-        return cls(os.path.abspath(path), facts.st_size, facts.st_mtime_ns)
+        return cls(_absolute(path), facts.st_size, facts.st_mtime_ns)
 
 
 class LocalFile:
@@ -145,8 +145,16 @@ class LocalFile:
         self.close()
 
 
+def _absolute(path: str) -> str:
+    """The path from the root. After a linked folder ``..`` leads elsewhere than the text says, so there the links go first."""
+    folder, name = os.path.split(path)
+    if os.pardir in folder.split(os.sep):
+        path = os.path.join(os.path.realpath(folder), name)
+    return os.path.abspath(path)
+
+
 def _cannot_open(path: str, error: OSError | ValueError) -> GpupipeError:
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of this file
-        return DeviceError(f"cannot open {path}: {error.strerror}", fix="raise the limit of open files (ulimit -n)", path=path)
+    if too_many(error):  # no fault of this file
+        return no_more_files(f"cannot open {path}", path)
     reason = getattr(error, "strerror", None) or error
     return OpenError(f"cannot open {path}: {reason}", fix="check the path and its permissions", path=path)

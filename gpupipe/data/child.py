@@ -12,6 +12,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -46,6 +47,8 @@ class Child:
         self._nice = nice
         self._process: subprocess.Popen[bytes] | None = None
         self._ready = self._ended = False
+        self._errors: IO[bytes] | None = None
+        self._refused: Exception | None = None
 
     @property
     def ended(self) -> bool:
@@ -64,12 +67,32 @@ class Child:
             Stopped: when ``stop()`` turned true.
         """
         if not self._ready:
-            with suppress(OSError, ValueError):
+            try:
                 output = self._started().stdout
                 assert output is not None
                 _wait(output, stop)
                 self._ready = output.read(len(_READY)) == _READY
+            except (OSError, ValueError) as error:
+                self._refused = error
         return self._ready
+
+    @property
+    def why(self) -> str:
+        """What is known of a start that came to nothing."""
+        if self._process is None or self._refused is not None:
+            return str(self._refused)
+        with suppress(subprocess.TimeoutExpired):  # its output ends a little before it does
+            self._process.wait(_GRACE_SECONDS)
+        status, said = self._process.poll(), ""
+        if self._errors is not None:
+            self._errors.seek(0)
+            said = next(
+                (f": {line}" for line in reversed(self._errors.read().decode(errors="replace").splitlines()) if line), ""
+            )
+        if status is None or status >= 0:
+            return f"it ended with exit status {status} before it was ready{said}"
+        memory = ", as for want of memory," if status == -9 else ""
+        return f"it was ended by signal {-status}{memory} before it was ready{said}"
 
     def ask(self, request: Mapping[str, Any], stop: Stop = never) -> list[bytes]:
         """The parts of the answer to a request. After anything but an answer the process is of no more use.
@@ -94,13 +117,15 @@ class Child:
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
             here = str(Path(__file__).resolve().parents[2])
+            with suppress(OSError):  # nowhere to write: then it is not heard why it cannot start
+                self._errors = tempfile.TemporaryFile()  # noqa: SIM115  close() closes it
             search = os.pathsep.join([*filter(None, sys.path), here])  # what this process finds, without a search of its own
             self._process = subprocess.Popen(
                 # -P: a json.py that lies about in the working directory is not meant
                 [sys.executable, "-S", "-P", "-m", self._module, *map(str, self._shared)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # FFmpeg's remarks on bad files, of which errors tell
+                stderr=self._errors or subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": search},
                 pass_fds=self._shared,
                 # Ctrl-C is for the main process, which ends this one. A session of its own would see to that too, but Linux may
@@ -134,6 +159,8 @@ class Child:
             self._process.kill()
             with suppress(BrokenPipeError), self._process:  # closes the pipes and waits; a request may be stuck in one
                 pass
+        if self._errors is not None:
+            self._errors.close()
 
 
 def _lower(process: int, nice: int) -> None:
@@ -153,6 +180,8 @@ def serve(answer: Callable[[dict[str, Any]], Sequence[bytes]]) -> None:
     """The process's side: answers requests until its input ends."""
     signal.signal(signal.SIGTERM, _leave)
     output = sys.stdout.buffer
+    with open(os.devnull, "wb") as nowhere:  # from here on: FFmpeg's remarks on bad files, of which errors tell
+        os.dup2(nowhere.fileno(), 2)
     output.write(_READY)
     output.flush()
     for line in sys.stdin.buffer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ class Worker(Generic[Engine, Work]):
         self._lock = threading.Lock()
         self._work: Work | None = None
         self._since = 0.0
+        self._patience = math.inf
         self._given_up = False
 
     @property
@@ -44,15 +46,19 @@ class Worker(Generic[Engine, Work]):
         """How long it has been at its work."""
         return self._clock() - self._since
 
-    def begin(self, work: Work) -> None:
+    def begin(self, work: Work, patience_seconds: float = math.inf) -> None:
         """Says what the thread is at from now on, in which it may get stuck.
+
+        Args:
+            work: taken away when it lasts longer than the crew's limit.
+            patience_seconds: how long it may have lasted, at most, until the end of the crew no longer waits for it.
 
         Raises:
             TakenAway: when the thread was given up.
         """
         with self._lock:
             self._check()
-            self._work, self._since = work, self._clock()
+            self._work, self._since, self._patience = work, self._clock(), patience_seconds
 
     def claim(self) -> None:
         """Makes the outcome of the work the thread's own to deliver; from here on it is not taken away.
@@ -64,10 +70,11 @@ class Worker(Generic[Engine, Work]):
             self._check()
             self._work = None
 
-    def give_up_if_late(self, limit: float) -> Work | None:
+    def give_up_if_late(self, limit: float, *, ending: bool = False) -> Work | None:
         """Takes the work away from a thread that has been at it for too long."""
         with self._lock:
             work = self._work
+            limit = min(limit, self._patience) if ending else limit
             if work is None or self.seconds < limit:
                 return None
             self._given_up, self._work = True, None
@@ -95,9 +102,10 @@ class Crew(Generic[Engine, Work]):
         work: a thread's life.
         successor: gives the engine that takes the place of a stuck worker's.
         taken: told by the watch what was taken from a stuck worker.
-        limit_seconds: how long one piece of work may take.
         failed: told what the watch failed with.
+        limit_seconds: how long one piece of work may take.
         name: of the threads.
+        left: told at the end what a thread is at that is not waited for any longer.
     """
 
     def __init__(
@@ -110,11 +118,13 @@ class Crew(Generic[Engine, Work]):
         *,
         limit_seconds: float,
         name: str,
+        left: Callable[[Work], None] = lambda work: None,
     ) -> None:
         self._run = work
         self._successor = successor
         self._taken = taken
         self._failed = failed
+        self._left = left
         self._limit = limit_seconds
         self._name = name
         self._own = threading.local()
@@ -144,7 +154,7 @@ class Crew(Generic[Engine, Work]):
             self._changed.notify_all()
 
     def join(self) -> None:
-        """Waits for all threads but those that are stuck: nobody hears of what they were at."""
+        """Waits for all threads but those that are stuck: only ``left`` hears of what they were at."""
         self.end()
         if self._watch.ident is not None:
             self._watch.join()
@@ -152,12 +162,14 @@ class Crew(Generic[Engine, Work]):
             while worker.thread is not None and worker.thread.ident is not None and worker.thread.is_alive():
                 if worker.given_up:  # by the join before
                     break
+                work = worker.give_up_if_late(self._limit, ending=True)
+                if work is not None:
+                    self._forget(worker)
+                    self._left(work)
+                    break
                 begin = time.monotonic()
                 worker.thread.join(self._interval)
                 self._looks += min(1.0, (time.monotonic() - begin) / self._interval)
-                if worker.give_up_if_late(self._limit) is not None:
-                    self._forget(worker)
-                    break
 
     @property
     def _interval(self) -> float:

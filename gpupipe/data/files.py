@@ -13,20 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from gpupipe.data.bytes import Identity, LocalFile
+from gpupipe.data.limit import most_open
 from gpupipe.errors import DeviceError
 
 _SHARE = 4
 """At most one in so many of the files that this process may open is kept open."""
-
-
-def _most_open() -> int:
-    """How many files this process may have open."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 512
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 1 << 20
 
 
 @dataclass
@@ -45,7 +36,7 @@ class OpenFiles:
     """
 
     def __init__(self, limit: int) -> None:
-        self._limit = min(limit, _most_open() // _SHARE)
+        self._limit = min(limit, most_open() // _SHARE)
         self._lock = threading.Lock()
         self._open: OrderedDict[Identity, _Open] = OrderedDict()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 import weakref
@@ -23,24 +22,33 @@ from gpupipe.config import (
     PathLike,
     TransformConfig,
 )
+from gpupipe.config.stage import whole_number
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
 from gpupipe.data.jitter import Closed
+from gpupipe.data.job import Job
+from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
-from gpupipe.data.pipeline import Job, Pipeline
-from gpupipe.data.source import Videos, class_names, collect, column_kinds, start_frame
+from gpupipe.data.pipeline import Pipeline
+from gpupipe.data.ranks import local_ranks, place
+from gpupipe.data.replay import replay
+from gpupipe.data.source import Videos, class_names, collect, column_kinds, label_names, number_labels, start_frame
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
+from gpupipe.device import heap
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
-from gpupipe.errors import ClosedError, ConfigError, DeviceError
+from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, Entry
+from gpupipe.types import Batch, ClipRecord, Entry
 
-_COUNTS = ("clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "cpu_clips", "nvdec_clips")
+_COUNTS = (
+    "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
+    "nvdec_clips",
+)  # fmt: skip
 _CACHE_COUNTS = ("cache_hits", "cache_misses")
 """Counts that :meth:`VideoLoader.stats` has from the start, the latter with a clip cache."""
 
@@ -57,8 +65,8 @@ class VideoLoader:
 
     Args:
         videos: a file, folder, glob pattern or table (.csv, .jsonl with a column ``path``), a mapping with ``path`` and further
-            columns, or a list of these. A column ``label`` travels with each batch; a column ``start_frame`` fixes where the
-            clip of that row starts.
+            columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered) travels with
+            each batch; a column ``start_frame`` fixes where the clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -67,7 +75,8 @@ class VideoLoader:
         before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
             gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
-            dict for a stage changes the fields that it names, a model takes the whole stage's place.
+            dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
+            defaults have them, a model takes the whole stage's place.
         fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
             ``columns``, ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the
             environment).
@@ -78,6 +87,7 @@ class VideoLoader:
         DeviceError: when the device, or a package that it needs, is not there.
     """
 
+    @within_limit("a VideoLoader cannot be made")
     def __init__(
         self,
         videos: Videos,
@@ -96,12 +106,17 @@ class VideoLoader:
         named["device"] = None if device is None else str(device)
         base = LoaderConfig.parse(config)
         settings = base.override({name: value for name, value in named.items() if value is not None} | fields)
-        rank, world_size = _place(settings)
+        rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
         entries = collect(videos, self.config.source)
+        names = label_names(entries, self.config.source)
+        if names:
+            entries = number_labels(entries, names)
         for entry in entries:
             start_frame(entry)  # a bad row is told now, not when its turn comes
+        by_folder = self.config.source.label_from == "folder"
+        self._classes = (self.config.source.classes or class_names(entries)) if by_folder else names
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
         kinds = column_kinds(entries, self.config.columns)
         if self.config.transform.mix is not None:
@@ -161,10 +176,8 @@ class VideoLoader:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of their numbers, with ``label_from="folder"``; else none."""
-        if self.config.source.label_from != "folder":
-            return ()
-        return self.config.source.classes or class_names(self._job.entries)
+        """The names of the classes in the order of their numbers, where labels are names or folders; else none."""
+        return self._classes
 
     @property
     def bad_files(self) -> dict[str, str]:
@@ -173,10 +186,9 @@ class VideoLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Makes the next ``iter()`` epoch ``epoch``; without it epochs count up from 0."""
-        try:
-            number = operator.index(epoch)
-        except TypeError:
-            raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0") from None
+        number = None if isinstance(epoch, bool) else whole_number(epoch)
+        if number is None:
+            raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0")
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
         self._epoch = number
@@ -185,9 +197,11 @@ class VideoLoader:
         """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``."""
         return self._batches
 
+    @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
             raise _forked()
+        _refuse_inside(self._job, "iter() of a VideoLoader")
         with self._iterating:
             if self._closed:
                 raise ClosedError("this VideoLoader is closed", fix="make a new one")
@@ -199,11 +213,29 @@ class VideoLoader:
             self._iterator = weakref.ref(iterator)
         return iterator
 
+    def replay(self, record: ClipRecord) -> torch.Tensor:
+        """One clip made again, from its record in :attr:`Batch.clips <gpupipe.Batch>` alone; also amid an epoch.
+
+        Bit for bit what was in the batch before :class:`mix <gpupipe.config.MixConfig>`, where this loader has the
+        configuration, ``before`` and ``after`` of the one that made it. ``dataclasses.replace(record, params=…)`` makes the
+        clip with other parameters.
+
+        Returns:
+            (3, T, H, W) or (T, 3, H, W), as in the batch: its dtype, on this loader's device.
+
+        Raises:
+            ConfigError: for what is no record, or one of clips of another length.
+            SampleError: when the video has no such frames.
+            OpenError, DecodeError, GraphError: when the clip cannot be made; the file is named.
+        """
+        return replay(self._job, record)
+
     def stats(self) -> dict[str, Any]:
         """Counts and durations since the loader was made.
 
         Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
+        ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
         """
@@ -218,6 +250,7 @@ class VideoLoader:
         """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
+        _refuse_inside(self._job, "close() of a VideoLoader")
         with self._iterating:
             self._end_iterator("its VideoLoader was closed")
             if not self._closed:
@@ -267,6 +300,7 @@ class BatchIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if os.getpid() != self._owner:
             raise _forked()
+        _refuse_inside(self._job, "next() of a VideoLoader's iterator")
         if self._finished:
             raise StopIteration
         if self._ended is not None:
@@ -288,6 +322,8 @@ class BatchIterator(Iterator[Batch]):
             self.end(f"it failed with {type(error).__name__}: {error}")
             raise
         self._job.telemetry.count("batches")
+        if self._job.device.type == "cpu":
+            heap.tidy()
         return batch
 
     def _finish(self) -> None:
@@ -302,6 +338,7 @@ class BatchIterator(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends this epoch and its threads; may be called again."""
+        _refuse_inside(self._job, "close() of a VideoLoader's iterator")
         self.end("it was closed")
 
     def end(self, why: str) -> None:
@@ -319,10 +356,21 @@ def _forked() -> ClosedError:
     )
 
 
+def _refuse_inside(job: Job, call: str) -> None:
+    """Raises GraphError in a transform of this loader's user, whose own thread the call would wait for."""
+    if job.custom.calling:
+        raise GraphError(
+            f"{call} was called while it makes a clip, in its own before= or after= transform",
+            fix="iterate it from outside; a transform that needs other clips takes a VideoLoader or VideoReader of its own",
+        )
+
+
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
     for name, function in (("before", before), ("after", after)):
         if function is not None and not callable(function):
-            raise ConfigError(f"{name}={function!r} cannot be called", fix="give a function of a Clip")
+            several = isinstance(function, list | tuple)
+            fix = "write one function that calls them one after the other" if several else "give a function of a Clip"
+            raise ConfigError(f"{name}={function!r} cannot be called", fix=fix)
     return Custom(before, after, config.untagged_matrix, config.untagged_range)
 
 
@@ -336,33 +384,6 @@ def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixC
                 f"{entry.path} has the label {entry.columns['label']}, transform.mix.num_classes is {mix.num_classes}",
                 fix="labels go from 0 to num_classes - 1",
             )
-
-
-def _place(config: LoaderConfig) -> tuple[int, int]:
-    """(rank, number of ranks): as configured, else torch.distributed's, else the environment's, else one alone.
-
-    Raises:
-        ConfigError: when the environment's are no such numbers.
-    """
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    else:
-        given = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        if "RANK" not in os.environ and given[1] != "1" and config.rank is None and config.world_size != 1:
-            raise ConfigError(f"WORLD_SIZE={given[1]} is set and RANK is not", fix="give rank= and world_size=")
-        if not all(number.isdecimal() for number in given) or int(given[0]) >= int(given[1]):
-            raise ConfigError(f"RANK={given[0]} and WORLD_SIZE={given[1]} do not fit", fix="give rank= and world_size=")
-        rank, ranks = int(given[0]), int(given[1])
-    world_size = config.world_size or ranks
-    if config.rank is not None:
-        rank = config.rank
-    elif world_size == 1:  # each rank has all
-        rank = 0
-    elif world_size != ranks:  # only the user knows which of them this one is
-        raise ConfigError(f"world_size={world_size} of {ranks} rank(s) that there are needs rank= too", fix="give both")
-    if rank >= world_size:
-        raise ConfigError(f"rank={rank} needs world_size > {rank}, got {world_size}", fix="give both")
-    return rank, world_size
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
@@ -413,8 +434,9 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
     """The engines, one a thread, and those that decode in software beside NVDEC.
 
     On the CPU one for each core. On CUDA half again as many as NVDEC has, so that while one thread waits for its last frames,
-    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` beside NVDEC leaves half a core to each of these
-    threads, and a quarter of all to the user: where a cgroup bounds the cores, one process too many holds up all threads.
+    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` goes by this rank's share of the cores. Beside
+    NVDEC it leaves half a core to each of these threads, and a quarter of all to the user: where a cgroup bounds the cores, one
+    process too many holds up all threads.
     """
     decode = config.decode
     hardware = _hardware_threads(decode, device, telemetry)
@@ -429,12 +451,16 @@ def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -
                 fallbacks=fallbacks,
                 telemetry=telemetry,
                 process=DecodeProcess(nice) if processes else None,
+                damaged=decode.damaged,
             )
             for _ in range(count)
         ]
 
     cores = cpu_quota()
-    workers = max(1, cores * 3 // 4) if decode.cpu_workers == "auto" else decode.cpu_workers
+    if decode.cpu_workers == "auto":
+        workers = max(1, cores * 3 // (4 * local_ranks(device)))
+    else:
+        workers = decode.cpu_workers
     if not hardware:
         return engines(workers or decode.threads or cores, processes=workers > 0), []
     threads = decode.threads or hardware

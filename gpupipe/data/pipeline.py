@@ -7,107 +7,50 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 
-from gpupipe.config import LoaderConfig
 from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
-from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.crew import Crew, TakenAway, Worker
-from gpupipe.data.decode import DecodeEngine, Decoder, Helping, Schedule, Unsupported
-from gpupipe.data.files import UNKEPT, OpenFiles
+from gpupipe.data.decode import DecodeEngine, Decoder, Schedule, Unsupported
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
-from gpupipe.data.order import AUGMENT, Order, clip_generator
-from gpupipe.data.prepare import Prepared, ReadAhead, prepare
+from gpupipe.data.job import Job
+from gpupipe.data.limit import within_limit
+from gpupipe.data.order import AUGMENT, clip_generator
+from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
-from gpupipe.data.source.columns import Kind
 from gpupipe.data.stop import Stopped
-from gpupipe.data.transform import ClipInput, ClipTransform
-from gpupipe.data.transform.custom import NO_CUSTOM, Custom
-from gpupipe.data.visit import Task, Visit, further_batches, visits_per_batch
+from gpupipe.data.transform import ClipInput
+from gpupipe.data.transform.custom import Call, CallFailed
+from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
-from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, ClipRecord, ClipRequest, Entry, Planes
+from gpupipe.types import Batch, ClipRecord, ClipRequest, Planes
 
 _BAD = (OpenError, DecodeError, SampleError)
 """Errors that are a sample's own."""
 _GRACE_SECONDS = 5.0
 """How much longer than a video may take until its thread counts as stuck: by then it would have noticed by itself."""
+_PATIENCE_SECONDS = 2.0
+"""How long a user's own transform may have run until the end of the pipeline no longer waits for it."""
 _LATE = "leave the file out, or raise decode.limit_seconds"
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
 
 Ready = tuple[Batch, torch.cuda.Event | None]
 """A batch and the event that completes it; no event on the CPU."""
+Work = Task | Visit | Call
+"""What a thread may get stuck in."""
 
 
 class _Skipped:
     """Stands for a batch of which every clip was skipped."""
-
-
-@dataclass
-class Job:
-    """What a pipeline works on; shared by all epochs of a loader."""
-
-    entries: Sequence[Entry]
-    order: Order
-    config: LoaderConfig
-    transform: ClipTransform
-    kinds: Mapping[str, Kind]
-    device: torch.device
-    stream: torch.cuda.Stream | None
-    engines: list[DecodeEngine]
-    """One a thread: with NVDEC where the device has it."""
-    helpers: list[DecodeEngine]
-    """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
-    helping: Helping | None
-    """What is known of them as helpers; None: they do not help."""
-    index_workers: int
-    telemetry: Telemetry
-    custom: Custom = NO_CUSTOM
-    clips: ClipCache | None = None
-    """Decoded clips of this epoch and of those before."""
-    files: OpenFiles = UNKEPT
-    bad_files: dict[str, str] = field(default_factory=dict)
-    stuck_in: set[str] = field(default_factory=set)
-    """Files in which threads were stuck: not tried again."""
-    folder: str = field(default_factory=os.getcwd)
-    """Where relative paths start, whatever the working directory becomes."""
-
-    def entry_of(self, task: Task) -> Entry:
-        """The video that a task is about."""
-        return self.entries[task.request.entry]
-
-    def file_of(self, entry: Entry) -> str:
-        """The path by which a video is opened."""
-        return os.path.join(self.folder, entry.path)
-
-    def kept(self, prepared: Prepared) -> KeptClip | None:
-        """The planes of a visit, where they were kept and are as good as those that its decoder would make."""
-        if self.clips is None:
-            return None
-        decoder = self.engines[0].choose(prepared.index).decoder
-        return self.clips.find(prepared.index, prepared.plan, decoder)
-
-    def kill(self) -> None:
-        """Ends the processes at once, from any thread, for a loader that was dropped and not closed."""
-        for engine in [*self.engines, *self.helpers]:
-            engine.give_up()
-
-    def close(self) -> None:
-        """Leaves the decoders to the next loader, and lets go of what is kept."""
-        for engine in [*self.engines, *self.helpers]:
-            engine.close()
-        if self.clips is not None:
-            self.clips.close()
-        self.files.close()
 
 
 _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -132,6 +75,8 @@ class Pipeline:
             in_order=job.config.jitter.in_order,
         )
         self._stopping = False
+        self._delivered = first_batch > 0  # an epoch that goes on has delivered before
+        self._skipped: list[Skipped] = []
         self._owner = os.getpid()
         self._streams = _streams(job)
         requests = [request for requests in groups[first_batch:] for request in requests]
@@ -150,7 +95,7 @@ class Pipeline:
             behind=lambda: self._jitter.behind,
         )
         self._jitter.finish(len(groups) - first_batch)
-        self._crew: Crew[DecodeEngine, Task | Visit] = Crew(
+        self._crew: Crew[DecodeEngine, Work] = Crew(
             [*job.engines, *job.helpers],
             self._work,
             self._successor,
@@ -158,6 +103,7 @@ class Pipeline:
             self._fail,
             limit_seconds=job.config.decode.limit_seconds + _GRACE_SECONDS,
             name="gpupipe-clips",
+            left=self._left,
         )
         self._read_ahead = ReadAhead(
             requests,
@@ -187,12 +133,15 @@ class Pipeline:
         """The next batch and the event that completes it; None after the last.
 
         Raises:
-            GpupipeError: what a thread failed with.
+            GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
             Closed: when the pipeline was stopped.
         """
         ready = self._jitter.take()
         while isinstance(ready, _Skipped):
             ready = self._jitter.take()
+        if ready is None and not self._delivered and self._skipped:
+            raise all_skipped(self._skipped, self._job.bad_files)
+        self._delivered = True
         return ready
 
     def stop(self) -> None:
@@ -245,12 +194,13 @@ class Pipeline:
             DecodeError: when the work has taken longer than it may.
         """
         limit, work = self._job.config.decode.limit_seconds, self._crew.me.work
-        if work is not None and self._crew.me.seconds > limit:
+        if work is not None and not isinstance(work, Call) and self._crew.me.seconds > limit:
             path = self._job.entry_of(work.task if isinstance(work, Visit) else work).path
+            self._job.stuck_in.add(path)  # the next visit would take as long
             raise DecodeError(f"{path}: a visit to it took longer than {limit:g} s", fix=_LATE, path=path)
         return self._stopping
 
-    def _work(self, worker: Worker[DecodeEngine, Task | Visit]) -> None:
+    def _work(self, worker: Worker[DecodeEngine, Work]) -> None:
         """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
         engine, job = worker.engine, self._job
         # Without NVDEC all engines stand in one line, whatever it is called.
@@ -278,10 +228,10 @@ class Pipeline:
                 self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        self._jitter.fail(error)
+        self._jitter.fail(error.error if isinstance(error, CallFailed) else error)
         self._schedule.close()
 
-    def _successor(self, worker: Worker[DecodeEngine, Task | Visit]) -> DecodeEngine:
+    def _successor(self, worker: Worker[DecodeEngine, Work]) -> DecodeEngine:
         """The engine in the place of one whose thread is stuck in native code, for this epoch and the next ones."""
         job = self._job
         own = len(job.engines)
@@ -292,8 +242,13 @@ class Pipeline:
         job.telemetry.count("threads_given_up")
         return engines[place]
 
-    def _taken(self, work: Task | Visit) -> None:
+    def _taken(self, work: Work) -> None:
         """What becomes of the clips that a stuck thread was at."""
+        if isinstance(work, Call):  # no fault of the video's, and the next one would hang too
+            limit = self._job.config.decode.limit_seconds
+            message = f"{work} has not come to an end within {limit:g} s"
+            self._fail(GpupipeError(message, fix="does it wait for something? Mend it, or raise decode.limit_seconds"))
+            return
         if isinstance(work, Visit):  # the hardware may do better
             self._schedule.give_back(work)
             return
@@ -304,6 +259,21 @@ class Pipeline:
         error = DecodeError(f"{path}: a decoder was stuck in it for longer than {limit:g} s", fix=_LATE, path=path)
         self._schedule.again(self._after_failure(task, error))
 
+    def _left(self, work: Work) -> None:
+        """Told at the end of a thread that is left behind."""
+        if isinstance(work, Call):
+            self._job.telemetry.warn_once(f"left {work.name}", f"not waited for: {work}, which goes on in a thread of its own")
+
+    def _watch(self, call: Call | None) -> None:
+        """Told of the calls of the user's own transforms."""
+        if call is None:
+            self._crew.me.claim()
+        elif self._stopping:
+            raise Stopped
+        else:
+            self._crew.me.begin(call, _PATIENCE_SECONDS)
+
+    @within_limit("a clip cannot be made")
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
@@ -333,6 +303,7 @@ class Pipeline:
         if self._job.clips is not None and not visit.decoded:
             self._job.clips.keep(visit.index, visit.plan, decoder, planes, engine.stream)
 
+    @within_limit("a clip cannot be prepared")
     def _prepare(self, task: Task) -> Visit | None:
         """The clips of a task, or of a substitute where they cannot be had; None when its slots are skipped."""
         self._ahead.advance()
@@ -352,7 +323,7 @@ class Pipeline:
             begun()
             try:
                 if entry.path in job.stuck_in:
-                    raise DecodeError(f"{entry.path}: a decoder was stuck in it before", fix=_LATE, path=entry.path)
+                    raise DecodeError(f"{entry.path}: a visit to it took too long before", fix=_LATE, path=entry.path)
                 with job.telemetry.span("index"):
                     self._ahead.wait_for(job.file_of(entry))
                     index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
@@ -379,6 +350,7 @@ class Pipeline:
         if job.config.on_bad_file == "raise":
             raise error
         if job.config.on_bad_file == "skip":
+            self._skipped.append(Skipped(task.number, entry.path, len(task.slots)))
             self._arrived(task, None)
             return None
         if task.request.attempt + 1 >= _MOST_ATTEMPTS:
@@ -390,19 +362,22 @@ class Pipeline:
         job.telemetry.count("substituted")
         return replace(task, request=job.order.substitute(task.request))
 
-    def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit) -> Planes:
+    def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, *, whole: bool = False) -> Planes:
         if visit.kept is not None:
             planes = engine.recall(visit.kept, visit.entry.path)
         else:
-            planes = engine.run(decoder, visit.index, visit.plan, self._give_up)
+            planes = engine.run(decoder, visit.index, visit.plan, self._give_up, whole=whole)
         self._crew.me.claim()
         return planes
 
     def _help(self, engine: DecodeEngine, visit: Visit) -> Planes | None:
-        """Decodes one of the hardware's clips in software; None where that failed or was late: it is the hardware's again."""
+        """Decodes one of the hardware's clips in software; None where that failed or was late: it is the hardware's again.
+
+        A damaged clip too: the two patch it up each in its own way, and who gets to it first must not show.
+        """
         begin = time.perf_counter()
         try:
-            planes = self._decode(engine, "cpu", visit)
+            planes = self._decode(engine, "cpu", visit, whole=True)
         except _BAD:
             self._crew.me.claim()
             self._job.telemetry.count("helps_failed")
@@ -422,14 +397,16 @@ class Pipeline:
             for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
                 frames = visit.plan.frame_map[first : first + len(pick.decoded)]
                 first += len(pick.decoded)
-                source = job.custom.prepare(planes, info, frames, pick, task.request, clip)
-                params = job.transform.draw(source.info, clip_generator(task.request, AUGMENT, clip), clip)
+                source = job.custom.prepare(planes, info, frames, pick, task.request, clip, self._watch)
+                params = job.transform.draw(
+                    source.info, clip_generator(task.request, AUGMENT, clip), clip, displayed=info.display_size
+                )
                 out = task.assembly.slot(slot, engine.stream)
                 records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
                 clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
-            job.transform.apply_batch(clips)
+            job.transform.apply_batch(clips, self._give_up)
             for each, record in zip(clips, records, strict=True):
-                job.custom.finish(each.out, info, record, job.transform)
+                job.custom.finish(each.out, info, record, job.transform, self._watch)
             done = engine.stream.record_event() if engine.stream is not None else None
         arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
         job.telemetry.count("clips", len(arrivals))

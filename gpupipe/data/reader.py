@@ -5,22 +5,27 @@ from __future__ import annotations
 import operator
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self, get_args
+from typing import NamedTuple, Self, SupportsIndex, get_args
 
 import torch
 
 from gpupipe.config import PathLike
 from gpupipe.data import index as indices
 from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
+from gpupipe.data.limit import within_limit
 from gpupipe.data.plan import Plan, make_plan
 from gpupipe.data.transform import to_rgb
 from gpupipe.device.inventory import load, resolve_device
 from gpupipe.device.stream import hand_over, stage
-from gpupipe.errors import ConfigError, SampleError
+from gpupipe.errors import ConfigError, FrameIndexError, SampleError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import PlaneFormat, Planes, VideoInfo
+
+_MOST_FRAMES, _MOST_BYTES = 128, 256 << 20
+"""Frames that an iteration reads at a time, and their size as RGB: at most, but for one."""
 
 
 class FramePlanes(NamedTuple):
@@ -32,7 +37,9 @@ class FramePlanes(NamedTuple):
 
 
 class VideoReader:
-    """Random access to one video's frames. Threads may share a reader; they read one after the other.
+    """Random access to one video's frames, as a sequence of them: ``reader[-1]``, ``reader[10:50:4]``, ``for frame in reader``.
+
+    Threads may share a reader; they read one after the other. A copy, or one out of a pickle, opens the file anew.
 
     Args:
         path: the video.
@@ -44,6 +51,7 @@ class VideoReader:
         DeviceError: when the device, or a package that it needs, is not there.
     """
 
+    @within_limit("a VideoReader cannot be made")
     def __init__(
         self,
         path: PathLike,
@@ -60,6 +68,7 @@ class VideoReader:
         if self.device.type == "cuda":
             load("cupy")
         self._telemetry = Telemetry()
+        self._decoder = decoder
         self._reading = threading.Lock()
         self._engine = DecodeEngine(self.device, mode=decoder, keep=3, fallbacks=Fallbacks(), telemetry=self._telemetry)
 
@@ -77,7 +86,47 @@ class VideoReader:
         """Frames that can be read."""
         return self.info.frames
 
-    def frames(self, indices: Iterable[int]) -> torch.Tensor:
+    def __getitem__(self, key: SupportsIndex | slice) -> torch.Tensor:
+        """One frame, (3, H, W), by display position, or those of a slice, (N, 3, H, W), as :meth:`frames` gives them.
+
+        Negative positions count from the end; a slice may reach beyond the ends, as for a list.
+
+        Raises:
+            FrameIndexError: when a position is not in the video.
+            SampleError: when ``key`` is neither a position nor a slice of positions.
+            DecodeError: as :meth:`frames`.
+        """
+        if isinstance(key, slice):
+            try:
+                return self.frames(range(len(self))[key])
+            except (TypeError, ValueError) as error:
+                if isinstance(error, SampleError):
+                    raise
+                raise SampleError(f"{key!r} is no slice of frames: {error}", fix="use whole numbers, as [10:50:4]") from None
+        if not hasattr(key, "__index__"):
+            raise SampleError(f"{key!r} is no frame position", fix="use [7] or [10:50:4]; frames() takes a list of positions")
+        return self.frames([key])[0]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """All frames in display order, (3, H, W) uint8 RGB each; read some dozens at a time.
+
+        Raises:
+            DecodeError: as :meth:`frames`, when the iteration gets there.
+        """
+        height, width = self.info.display_size
+        most = max(1, min(_MOST_FRAMES, _MOST_BYTES // (3 * height * width)))
+        begin, count = 0, len(self)
+        while begin < count:
+            end = min(begin + most, count)
+            starts = self._index.keyframes
+            starts = starts[(starts > begin) & (starts < end)]
+            if end < count and len(starts):  # nothing before a start is decoded again for what follows it
+                end = int(starts[-1])
+            for frame in self.frames(range(begin, end)):
+                yield frame.clone()  # so that one that is kept keeps no others
+            begin = end
+
+    def frames(self, indices: Iterable[SupportsIndex]) -> torch.Tensor:
         """Frames by display position, in the order given, repeats allowed, negative ones counted from the end.
 
         Returns:
@@ -85,7 +134,8 @@ class VideoReader:
             bits without tone mapping.
 
         Raises:
-            SampleError: when a position is not in the video.
+            FrameIndexError: when a position is not in the video.
+            SampleError: when ``indices`` is no list of positions.
             DecodeError: when a frame cannot be decoded, or differs in size from the others.
         """
         wanted = self._positions(indices)
@@ -127,7 +177,7 @@ class VideoReader:
                 )
         return self.frames([self._index.at(time) for time in times])
 
-    def planes(self, indices: Iterable[int]) -> list[FramePlanes]:
+    def planes(self, indices: Iterable[SupportsIndex]) -> list[FramePlanes]:
         """Frames as the codec made them: stored orientation, chroma at its own size, no conversion.
 
         Raises:
@@ -144,6 +194,7 @@ class VideoReader:
         parts = self._read(plan, copies)
         return [FramePlanes(*(part[slot] for part in parts)) for slot in plan.frame_map]
 
+    @within_limit("frames cannot be read")
     def _read(self, plan: Plan, convert: Callable[[Planes], list[torch.Tensor]]) -> list[torch.Tensor]:
         """What ``convert`` makes of a plan's planes, usable on the caller's stream."""
         with self._reading:
@@ -158,7 +209,7 @@ class VideoReader:
                 hand_over(made, [done], torch.cuda.current_stream(self.device))
         return made
 
-    def _positions(self, wanted: Iterable[int]) -> list[int]:
+    def _positions(self, wanted: Iterable[SupportsIndex]) -> list[int]:
         length = len(self)
         if not isinstance(wanted, Iterable) or isinstance(wanted, str):
             raise SampleError(f"frames are asked for by a list of positions, got {wanted!r}", fix="write [0, 1] or range(2)")
@@ -169,7 +220,7 @@ class VideoReader:
             except TypeError:
                 raise SampleError(f"{item!r} is no frame position", fix="use whole numbers; frames_at() takes times") from None
             if not -length <= position < length:
-                raise SampleError(
+                raise FrameIndexError(
                     f"{self.info.path} has no frame {position}: it has frames 0 to {length - 1}",
                     fix="ask for a frame of the video",
                     path=self.info.path,
@@ -187,6 +238,10 @@ class VideoReader:
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+    def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
+        """As for a worker process that is spawned: what comes out of a pickle opens the file anew."""
+        return partial(type(self), self._index.identity.path, device=self.device, decoder=self._decoder), ()
 
     def __repr__(self) -> str:
         info = self.info

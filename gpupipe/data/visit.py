@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from gpupipe.config import LoaderConfig
 from gpupipe.data.assembly import Assembly
@@ -12,12 +14,15 @@ from gpupipe.data.decode import Choice, Decoder
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.transform import ClipTransform
+from gpupipe.errors import DecodeError
 from gpupipe.types import ClipRequest, Entry, FramePick
 
 _FURTHER_VISITS = 256
 """Visits beyond the depth that may be prepared for helpers, at most."""
 _FURTHER_BYTES = 1 << 30
 """Memory of the batches that these belong to, at most."""
+_NAMED = 5
+"""Files that an error names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +82,23 @@ def further_batches(config: LoaderConfig, transform: ClipTransform) -> int:
     """Batches beyond the depth that may be under construction while helpers are at work."""
     size = config.batch.size * math.prod(transform.clip_shape) * transform.dtype.itemsize
     return min(math.ceil(_FURTHER_VISITS / visits_per_batch(config)), _FURTHER_BYTES // size)
+
+
+class Skipped(NamedTuple):
+    """A visit that was left out: its number, its video and its clips. Not the task, which would keep the batch's memory."""
+
+    number: int
+    path: str
+    clips: int
+
+
+def all_skipped(visits: Sequence[Skipped], reasons: Mapping[str, str]) -> DecodeError:
+    """What to say of an epoch that gave no batch, since every clip was skipped; ``reasons``: why a path cannot be used."""
+    paths = list(dict.fromkeys(visit.path for visit in sorted(visits)))
+    names = ", ".join(paths[:_NAMED]) + (", …" if len(paths) > _NAMED else "")
+    clips = sum(visit.clips for visit in visits)
+    return DecodeError(
+        f"all {clips} clips of the epoch were skipped, of {len(paths)} files: {names}; the first: {reasons[paths[0]]}",
+        fix="check the list of videos: see VideoLoader.bad_files",
+        path=paths[0],
+    )

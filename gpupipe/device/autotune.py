@@ -152,7 +152,9 @@ def _choose(
             if torch.cuda.is_current_stream_capturing():
                 return ranked[0]  # not kept: a later call may time
             stored = _fastest(op, key, ranked[:TIMED], run)
-            disk.write(disk.cache_dir() / "autotune" / name, json.dumps({"key": [op, *key], "winner": dict(stored)}).encode())
+            disk.write(
+                disk.cache_dir() / disk.LAUNCHES / name, json.dumps({"key": [op, *key], "winner": dict(stored)}).encode()
+            )
         winner = stored if stored is not None else ranked[0]
         _chosen[op, key, device] = winner
         return winner
@@ -168,7 +170,7 @@ def _file_name(op: str, key: tuple[Any, ...], device: torch.device) -> str:
 def _stored(name: str, candidates: Sequence[Config]) -> Config | None:
     """An earlier winner, if it is still among the candidates; a damaged file is as good as none."""
     try:
-        winner = json.loads((disk.cache_dir() / "autotune" / name).read_bytes())["winner"]
+        winner = json.loads((disk.cache_dir() / disk.LAUNCHES / name).read_bytes())["winner"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return next((candidate for candidate in candidates if dict(candidate) == winner), None)

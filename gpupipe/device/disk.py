@@ -7,6 +7,9 @@ import os
 import tempfile
 from pathlib import Path
 
+INDICES, LAUNCHES = "index", "autotune"
+"""Kinds of files, each in a folder of its own."""
+
 
 def cache_dir() -> Path:
     """``GPUPIPE_CACHE``, else a folder in the user's cache folder, or in the temporary folder where that is read-only."""
@@ -18,6 +21,28 @@ def cache_dir() -> Path:
     if os.path.isabs(home) and os.access(home if os.path.exists(home) else os.path.dirname(home), os.W_OK):
         return Path(home) / "gpupipe"
     return Path(tempfile.gettempdir()) / f"gpupipe-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+def stored(kind: str) -> dict[Path, int]:
+    """Files of one kind in the cache folder, with their bytes; parts that a killed process left included."""
+    found = {}
+    for file in (cache_dir() / kind).rglob("*"):
+        with contextlib.suppress(OSError):  # gone since
+            if file.is_file():
+                found[file] = file.stat().st_size
+    return found
+
+
+def clear(kind: str) -> int:
+    """Removes the files of one kind; how many there were.
+
+    Raises:
+        OSError: when one cannot be removed.
+    """
+    files = stored(kind)
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
 
 
 def write(target: Path, data: bytes) -> str:

@@ -187,6 +187,8 @@ class _Run:
 
     @property
     def done(self) -> bool:
+        if not self.ends:
+            return False
         enough_clips = self._clips is not None and self.clips >= self._clips
         return enough_clips or (self._seconds is not None and time.perf_counter() - self.start >= self._seconds)
 

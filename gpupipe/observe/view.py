@@ -121,7 +121,8 @@ def _outlined(frame: np.ndarray, params: TransformParams, size: tuple[int, int],
     picture = _scaled(frame, tile)
     rows, columns = size
     corners = params.matrix(size) @ np.array([[0, columns, columns, 0], [0, 0, rows, rows], [1, 1, 1, 1]])
-    places = [(x * picture.width / frame.shape[1], y * tile / frame.shape[0]) for x, y, _ in corners.T]
+    height, width = params.frame or frame.shape[:2]  # another size than the source's where before= changed it
+    places = [(x * picture.width / width, y * tile / height) for x, y, _ in corners.T]
     draw = ImageDraw.Draw(picture)
     draw.line([*places, places[0]], fill=_OUTLINE, width=2)
     x, y = places[0]
@@ -142,7 +143,8 @@ def _sheet(batch: Batch, pairs: list[list[tuple[Image, Image]]], frames: int) ->
     for row, (clip, wide) in enumerate(zip(pairs, columns, strict=True)):
         top = _GAP + row * (_CAPTION + 2 * (tile + _GAP))
         record = batch.clips[row]
-        note = f"  frames {record.pick.indices[0]}–{record.pick.indices[-1]}  {_words(record.params)}"
+        shown = "frames" if len(steps) == length else f"{len(steps)} of {length} frames,"
+        note = f"  {shown} {record.pick.indices[0]}–{record.pick.indices[-1]}  {_words(record.params)}"
         letters = font(12)
         room = sheet.width - 2 * _GAP - letters.getlength(note)
         draw.text((_GAP, top), fit(record.path, letters, max(room, 80), keep_end=True) + note, font=letters, fill="black")

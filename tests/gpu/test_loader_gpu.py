@@ -51,6 +51,15 @@ def test_two_runs_give_identical_bits(clips: dict[str, Path], dtype: str) -> Non
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+def test_clips_are_replayed_bit_for_bit_amid_an_epoch(clips: dict[str, Path]) -> None:
+    with make(clips, transform={"size": 96, "color_jitter": {"contrast": 0.4}, "affine": {"degrees": 10}}) as loader:
+        for number, batch in enumerate(loader):
+            for row, record in enumerate(batch.clips):
+                assert torch.equal(loader.replay(record), batch.video[row]), record
+            if number == 2:
+                break
+
+
 def test_batches_lie_on_the_device_with_all_their_parts(clips: dict[str, Path]) -> None:
     with make(clips) as loader:
         batch = next(iter(loader))

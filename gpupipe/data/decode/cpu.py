@@ -18,6 +18,7 @@ from gpupipe.errors import DecodeError
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
+    from av.packet import Packet
     from av.video.frame import VideoFrame
 
 _SELF_CONTAINED = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg1video", "mpeg2video", "mpeg4", "mjpeg", "png", "ffv1")
@@ -26,7 +27,9 @@ Allocate = Callable[[tuple[int, ...], Any], np.ndarray]
 _SUBSAMPLING = {"420": (2, 2), "422": (2, 1), "444": (1, 1)}
 
 
-def decode(index: VideoIndex, plan: Plan, stop: Stop = never, files: OpenFiles = UNKEPT) -> Planes:
+def decode(
+    index: VideoIndex, plan: Plan, stop: Stop = never, files: OpenFiles = UNKEPT, damaged: list[int] | None = None
+) -> Planes:
     """Decodes a plan's frames with one thread, as :func:`decode_arrays` does.
 
     Returns:
@@ -34,18 +37,25 @@ def decode(index: VideoIndex, plan: Plan, stop: Stop = never, files: OpenFiles =
     """
     import torch
 
-    data, layout = decode_arrays(index, plan, stop, files=files)
+    data, layout = decode_arrays(index, plan, stop, files=files, damaged=damaged)
     return Planes(torch.from_numpy(data), layout)
 
 
 def decode_arrays(
-    index: VideoIndex, plan: Plan, stop: Stop = never, allocate: Allocate = np.empty, files: OpenFiles = UNKEPT
+    index: VideoIndex,
+    plan: Plan,
+    stop: Stop = never,
+    allocate: Allocate = np.empty,
+    files: OpenFiles = UNKEPT,
+    damaged: list[int] | None = None,
 ) -> tuple[np.ndarray, PlaneFormat]:
     """Decodes a plan's frames with one thread, and without torch.
 
     Args:
         allocate: makes the memory of a shape and dtype that the frames are written to.
         files: lends the file.
+        damaged: gets the display positions of frames that FFmpeg could not decode whole and patched up, and of those that may
+            be predicted from such a picture: all behind it up to the next place where decoding may start.
 
     Returns:
         (N, rows, row samples), one frame for each of ``plan.frames``, samples right-aligned, chroma in planes of its own; and
@@ -61,7 +71,7 @@ def decode_arrays(
     collected = _Collected(index, plan, allocate)
     if index.info.pix_fmt == "pal8":
         _decode_with_palettes(index, plan, collected, stop)
-        return collected.result()
+        return collected.result(damaged)
     with PacketFeed(index, files) as feed:
         for run in plan.passes:
             context = _context(index)
@@ -78,9 +88,9 @@ def decode_arrays(
                 packet.update(data)  # type: ignore[arg-type]  # any bytes-like object will do
                 packet.pts = packet.dts = number
                 packet.is_keyframe = bool(index.key[number])  # PNG adds a frame without it to the one before
-                collected.take(decoded(context, packet))
-            collected.take(decoded(context, None))
-    return collected.result()
+                collected.decode(context, packet)
+            collected.decode(context, None)
+    return collected.result(damaged)
 
 
 def _decode_with_palettes(index: VideoIndex, plan: Plan, collected: _Collected, stop: Stop) -> None:
@@ -93,10 +103,10 @@ def _decode_with_palettes(index: VideoIndex, plan: Plan, collected: _Collected, 
             if stop():
                 raise Stopped
             packet.pts = packet.dts = number
-            collected.take(decoded(context, packet))
+            collected.decode(context, packet)
             if number >= plan.passes[-1].last:
                 break
-        collected.take(decoded(context, None))
+        collected.decode(context, None)
 
 
 def _context(index: VideoIndex) -> Any:
@@ -135,9 +145,12 @@ class _Collected:
         self._format: PlaneFormat | None = None
         self._data: np.ndarray | None = None
         self._found = [False] * len(plan.frames)
+        self._faulty: set[int] = set()
+        """Packets of pictures that came out damaged, or did not come out."""
 
-    def take(self, frames: list[VideoFrame]) -> None:
-        for frame in frames:
+    def decode(self, context: Any, packet: Packet[Any] | None) -> None:
+        """Takes the frames that a decoder puts out for a packet, or at the end for None."""
+        for frame in decoded(context, packet, self._faulty):
             slot = self._plan.slots.get(frame.pts) if frame.pts is not None else None
             if slot is None or self._found[slot]:
                 continue
@@ -159,10 +172,25 @@ class _Collected:
                 row += plane.shape[0]
             self._found[slot] = True
 
-    def result(self) -> tuple[np.ndarray, PlaneFormat]:
+    def result(self, damaged: list[int] | None) -> tuple[np.ndarray, PlaneFormat]:
         if self._data is None or self._format is None or not all(self._found):
             raise self._error(self._found.index(False), "could not be decoded")
+        if damaged is not None and self._faulty:
+            damaged += [frame for frame in self._plan.frames if self._shows_damage(frame)]
         return self._data, self._format
+
+    def _shows_damage(self, frame: int) -> bool:
+        """Whether a frame came out damaged, or comes behind a picture that did, which it may be predicted from."""
+        index = self._index
+        packet, start = int(index.display[frame]), index.start_for(frame)
+        leading = index.pts[packet] < index.pts[start]
+
+        def spoils(faulty: int) -> bool:
+            if not start <= faulty < packet or index.droppable[faulty] or faulty in index.unshown:
+                return False
+            return leading or bool(index.pts[faulty] >= index.pts[start])  # no others are predicted from leading pictures
+
+        return packet in self._faulty or any(map(spoils, self._faulty))
 
     def _error(self, slot: int, what: str) -> DecodeError:
         frame = self._plan.frames[slot]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from gpupipe.data.cache import KeptClip
 from gpupipe.data.decode import cpu
@@ -25,6 +25,7 @@ from gpupipe.types import Planes
 if TYPE_CHECKING:
     import torch
 
+Damaged = Literal["keep", "bad"]
 _NAMES = {"nvdec": "NVDEC", "dali": "DALI"}
 
 
@@ -53,6 +54,7 @@ class DecodeEngine:
         keep: NVDEC sessions to keep open.
         fallbacks: shared by the engines of one run.
         process: decodes what is decoded in software; None: this thread does.
+        damaged: whether frames that software finds to be damaged are used, or are an error.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class DecodeEngine:
         fallbacks: Fallbacks,
         telemetry: Telemetry,
         process: DecodeProcess | None = None,
+        damaged: Damaged = "keep",
     ) -> None:
         self.device = device
         self._mode = mode
@@ -71,6 +74,7 @@ class DecodeEngine:
         self._fallbacks = fallbacks
         self._telemetry = telemetry
         self._process = process
+        self._damaged = damaged
         self.files = UNKEPT
         """Lends the files that this process reads; the loader's, where it keeps files open."""
         self._lane: Lane | None = None
@@ -134,8 +138,10 @@ class DecodeEngine:
             self._telemetry.warn_once(f"fallback {path}", f"{path} is decoded on the CPU: {choice.reason}")
         return choice
 
-    def run(self, decoder: Decoder, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+    def run(self, decoder: Decoder, index: VideoIndex, plan: Plan, stop: Stop = never, *, whole: bool = False) -> Planes:
         """Decodes a plan's frames to this engine's device by ``nvdec``, ``dali`` or ``cpu``.
+
+        With ``whole``, frames that software finds to be damaged are an error, however the engine takes them otherwise.
 
         Returns:
             The planes, valid until this engine's next decode and on a CUDA device complete once its stream has passed.
@@ -145,6 +151,7 @@ class DecodeEngine:
             DecodeError, OpenError, SyncError, DeviceMemoryError, Stopped: as for :meth:`decode`.
         """
         path = index.info.path
+        damaged: list[int] = []
         with stage("decode", path), self._telemetry.span("decode"):
             if decoder != "cpu":
                 try:
@@ -153,15 +160,31 @@ class DecodeEngine:
                     self._fallbacks.add(path, str(error))
                     raise
             elif self._process is not None:
-                planes = self._process.decode(index, plan, stop)
+                planes = self._process.decode(index, plan, stop, damaged)
             else:
-                planes = cpu.decode(index, plan, stop, self.files)
+                planes = cpu.decode(index, plan, stop, self.files, damaged)
+        if damaged:
+            self._meet_damage(index, damaged, whole=whole)
         self._telemetry.count("packets_decoded", plan.packets)
         self._telemetry.count("frames_decoded", len(plan.frames))
         if decoder == "cpu" and self.device.type == "cuda":
             with stage("upload", path):
                 planes = self._hardware().store.upload(planes)
         return planes
+
+    def _meet_damage(self, index: VideoIndex, frames: list[int], *, whole: bool) -> None:
+        """Raises: DecodeError: where damaged frames are not to be used."""
+        path, first = index.info.path, frames[0]
+        seconds = float(index.seconds[first])
+        some = "frame" if len(frames) == 1 else f"{len(frames)} frames, the first of them frame"
+        what = f"{path} is damaged: FFmpeg could not decode {some} {first} whole"
+        if whole or self._damaged == "bad":
+            raise DecodeError(what, fix="replace the file, or leave it out", path=path, time_seconds=seconds)
+        self._telemetry.count("damaged_frames", len(frames))
+        self._telemetry.warn_once(
+            f"damaged {path}",
+            f"{what} ({seconds:.3f} s) and patched it up; decode={{'damaged': 'bad'}} makes such clips those of a bad file",
+        )
 
     def recall(self, clip: KeptClip, path: str) -> Planes:
         """The planes of a clip that was kept, on this engine's device, valid as those of :meth:`run`.
@@ -214,6 +237,7 @@ class DecodeEngine:
             fallbacks=self._fallbacks,
             telemetry=self._telemetry,
             process=DecodeProcess(self._process.nice) if self._process is not None else None,
+            damaged=self._damaged,
         )
         other.files = self.files
         return other

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 
 from gpupipe.data.child import Child, ChildEnded
+from gpupipe.data.limit import most_open
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import DecodeError, DeviceError, OpenError
@@ -73,12 +74,16 @@ class DecodeProcess:
         try:
             if self._file is None:
                 self._file = _nameless_file()
-            if self._child is None:
-                self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()], self.nice)
-            if self._killed:  # asked after the child is there to be killed, so that none slips through
-                raise Stopped
-            if not self._child.start(lambda: stop() or time.monotonic() - begin > _START_SECONDS):
-                raise OSError("it ended before it was ready")
+            for _ in range(2):  # somebody may have ended it, as the system does when memory is short for a moment
+                if self._child is None:
+                    self._child = Child("gpupipe.data.decode.worker", [self._file.fileno()], self.nice)
+                if self._killed:  # asked after the child is there to be killed, so that none slips through
+                    raise Stopped
+                if self._child.start(lambda: stop() or time.monotonic() - begin > _START_SECONDS):
+                    return self._child, self._file
+                why = self._child.why
+                self._drop_child()
+            raise OSError(f"twice {why}")
         except Stopped:
             if stop() or self._killed:
                 raise
@@ -90,9 +95,8 @@ class DecodeProcess:
         except BaseException:
             self._drop_child()
             raise
-        return self._child, self._file
 
-    def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never) -> Planes:
+    def decode(self, index: VideoIndex, plan: Plan, stop: Stop = never, damaged: list[int] | None = None) -> Planes:
         """As :func:`gpupipe.data.decode.cpu.decode`; the planes are valid until the next call.
 
         Raises:
@@ -117,6 +121,8 @@ class DecodeProcess:
         if "error" in told:
             kind = _ERRORS.get(told["error"], DecodeError)
             raise kind(told["message"], fix=told["fix"], path=path, time_seconds=told["time_seconds"])
+        if damaged is not None:
+            damaged += told["damaged"]
         layout = PlaneFormat(**told["format"])
         shape = (len(plan.frames), layout.rows, layout.row_samples)
         dtype = np.uint8 if layout.sample_bytes == 1 else np.uint16
@@ -162,7 +168,8 @@ class DecodeProcess:
 def _no_process(why: str) -> DeviceError:
     return DeviceError(
         f"a process that decodes in software cannot be started: {why}",
-        fix="free processes, memory or open files (ulimit), or set decode.cpu_workers to 0 on the CPU",
+        fix=f"free processes, memory or open files (there may be {most_open()}: ulimit -n), or set decode.cpu_workers to 0 on "
+        "the CPU",
     )
 
 

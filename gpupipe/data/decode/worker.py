@@ -16,6 +16,7 @@ from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity
 from gpupipe.data.child import serve
 from gpupipe.data.decode.cpu import decode_arrays
+from gpupipe.data.limit import within_limit
 from gpupipe.data.plan import make_plan
 from gpupipe.data.stop import never
 from gpupipe.errors import DeviceError, GpupipeError, OpenError
@@ -50,17 +51,21 @@ class _Shared:
 def _answer(request: dict[str, Any], shared: _Shared) -> Sequence[bytes]:
     identity = Identity(**request["identity"])
     try:
-        index = indices.load(identity.path)
-        if index.identity != identity:
-            raise OpenError(
-                f"{identity.path} was replaced or changed after it was indexed", fix="is it being written?", path=identity.path
-            )
-        _, layout = decode_arrays(index, make_plan(index, request["frames"]), never, shared.allocate)
+        damaged: list[int] = []
+        with within_limit(f"{identity.path} cannot be decoded"):
+            index = indices.load(identity.path)
+            if index.identity != identity:
+                raise OpenError(
+                    f"{identity.path} was replaced or changed after it was indexed",
+                    fix="is it being written?",
+                    path=identity.path,
+                )
+            _, layout = decode_arrays(index, make_plan(index, request["frames"]), never, shared.allocate, damaged=damaged)
     except GpupipeError as error:
         told = {"error": type(error).__name__, "message": error.message, "fix": error.fix}
         told["time_seconds"] = getattr(error, "time_seconds", None)
         return [json.dumps(told).encode()]
-    return [json.dumps({"format": asdict(layout)}).encode()]
+    return [json.dumps({"format": asdict(layout), "damaged": damaged}).encode()]
 
 
 def main(file: int) -> None:

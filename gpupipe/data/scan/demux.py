@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import LocalFile
+from gpupipe.data.limit import no_more_files, too_many
 from gpupipe.errors import OpenError
 
 _WITHOUT_PICTURES = {"skip_frame": "all"}
@@ -22,12 +23,15 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
 
     Raises:
         OpenError: when it cannot be opened or has no video.
+        DeviceError: when the process may open no more files.
     """
     import av
 
     try:
         container = av.open(path, options=_WITHOUT_PICTURES if _tells_all(path) else {})
     except (av.error.FFmpegError, OSError, ValueError) as error:
+        if too_many(error):
+            raise no_more_files(f"cannot open {path}", path) from error
         reason = getattr(error, "strerror", None) or error
         fix = "is the file whole, and a video?"
         if _tells_all(path):
@@ -79,11 +83,20 @@ def software_name(codec: str) -> str:
     return "libdav1d" if codec == "av1" else codec
 
 
-def decoded(context: Any, packet: Packet[Any] | None) -> list[Any]:
-    """The frames that a software decoder puts out for a packet, or at the end for None; none for a damaged packet."""
+def decoded(context: Any, packet: Packet[Any] | None, faulty: set[int] | None = None) -> list[Any]:
+    """The frames that a software decoder puts out for a packet, or at the end for None; none for a packet that it refuses.
+
+    Args:
+        faulty: gets the times, in ticks, of packets that were refused and of frames that FFmpeg patched up.
+    """
     import av
 
+    faulty = set() if faulty is None else faulty
     try:
-        return list(context.decode(packet))
+        frames = list(context.decode(packet))
     except av.error.FFmpegError:
+        if packet is not None and packet.pts is not None:
+            faulty.add(packet.pts)
         return []
+    faulty.update(frame.pts for frame in frames if frame.is_corrupt and frame.pts is not None)
+    return frames

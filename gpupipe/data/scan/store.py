@@ -16,7 +16,7 @@ from gpupipe.errors import OpenError
 
 def file_of(identity: Identity) -> Path:
     digest = hashlib.sha256(identity.path.encode("utf-8", "surrogateescape")).hexdigest()
-    return disk.cache_dir() / "index" / digest[:2] / f"{digest[2:34]}.gpx"
+    return disk.cache_dir() / disk.INDICES / digest[:2] / f"{digest[2:34]}.gpx"
 
 
 def read(identity: Identity) -> bytes | None:

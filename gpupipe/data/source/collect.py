@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from gpupipe.config import PathLike, SourceConfig
+from gpupipe.data.source.columns import reads_as_number
 from gpupipe.data.source.tables import TABLES, read_table, row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
@@ -18,6 +21,7 @@ Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
 """A file, folder, glob pattern or table (.csv, .jsonl); a row (a mapping with path and columns); or a list of these."""
 
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".xlsx", ".npy", ".pkl")
 """Endings of files that people keep lists in."""
 
@@ -50,10 +54,14 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
 
 def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if isinstance(item, Mapping):
-        return [row_entry(item, config.path_column, base="", where="a row of videos")]
+        return [row_entry(item, config.path_column, base=None, where="a row of videos")]
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
     path = os.fspath(item)
+    if not path:
+        raise SourceError("a path in videos is empty", fix="leave it out, or write . for the working directory")
+    if _URL.match(path):
+        raise SourceError(f"{path} is a URL: gpupipe reads files", fix="download it, or mount what it names as a folder")
     if os.path.isdir(path):
         return _folder(path, config)
     if os.path.isfile(path):
@@ -70,6 +78,8 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
         return [Entry(p) for p in found]
     if must_exist and os.path.exists(path):
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
+    if must_exist and os.path.lexists(path):
+        raise SourceError(f"{path} is a link that leads nowhere, or in a circle", fix="mend it, or name the file itself")
     if must_exist or path.lower().endswith(TABLES):
         raise SourceError(f"{path} does not exist", fix="check the path; relative ones start at the working directory")
     return [Entry(path)]
@@ -96,8 +106,52 @@ def _folder(path: str, config: SourceConfig) -> list[Entry]:
 
 
 def class_names(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """The names of the videos' parent folders, sorted."""
-    return tuple(sorted({Path(entry.path).parent.name for entry in entries}))
+    """The names of the folders that the videos lie in, sorted.
+
+    Raises:
+        SourceError: when a video lies in no folder that has a name.
+    """
+    return tuple(sorted({_class_of(entry) for entry in entries}))
+
+
+def _class_of(entry: Entry) -> str:
+    """The name of the folder that a video lies in: as its path has it, which may be a link's, or that of the folder itself."""
+    folder = Path(entry.path).parent
+    name = folder.name
+    if name in ("", os.pardir):
+        with suppress(OSError):  # the working directory is no more
+            name = os.path.basename(os.path.realpath(folder))
+    if name in ("", os.pardir):
+        raise SourceError(f"{entry.path} lies in no folder that has a name, as label_from='folder' needs", path=entry.path)
+    return name
+
+
+def label_names(entries: Sequence[Entry], config: SourceConfig) -> tuple[str, ...]:
+    """The names of the classes in the order of their numbers, where labels are text, none of it a number; else none.
+
+    Empty labels are no names: they are a fault of their row.
+    """
+    labels = [entry.columns.get("label") for entry in entries]
+    if not all(isinstance(label, str) and label and not reads_as_number(label) for label in labels):
+        return ()
+    return config.classes or tuple(sorted({str(label) for label in labels}))
+
+
+def number_labels(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
+    """The entries with the place of each label among ``names`` for the label.
+
+    Raises:
+        SourceError: for a label that is not among them.
+    """
+    numbers = {name: number for number, name in enumerate(names)}
+    for entry in entries:
+        if entry.columns["label"] not in numbers:
+            raise SourceError(
+                f"{entry.named} has the label {entry.columns['label']!r}, which source.classes does not name",
+                fix="add it to classes, or leave the row out",
+                path=entry.path,
+            )
+    return [replace(entry, columns={**entry.columns, "label": numbers[entry.columns["label"]]}) for entry in entries]
 
 
 def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
@@ -115,10 +169,16 @@ def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
 def _label_by_folder(entries: list[Entry], classes: tuple[str, ...]) -> list[Entry]:
     numbers = {name: number for number, name in enumerate(classes or class_names(entries))}
     for entry in entries:
-        if Path(entry.path).parent.name not in numbers:
+        if "label" in entry.columns:
+            raise SourceError(
+                f"{entry.path} has a label of its own, {entry.columns['label']!r}, beside label_from='folder'",
+                fix="leave one of them out",
+                path=entry.path,
+            )
+        if _class_of(entry) not in numbers:
             raise SourceError(
                 f"{entry.path} lies in a folder that source.classes does not name",
                 fix="add it to classes, or leave the folder out",
                 path=entry.path,
             )
-    return [replace(entry, columns={"label": numbers[Path(entry.path).parent.name], **entry.columns}) for entry in entries]
+    return [replace(entry, columns={"label": numbers[_class_of(entry)], **entry.columns}) for entry in entries]

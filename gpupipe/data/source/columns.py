@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import math
 import numbers
 import operator
 from collections.abc import Iterable
@@ -25,23 +27,34 @@ def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
     Raises:
         SourceError: when a row lacks a column, a label is not a number, or a name is one of the batch's own tensors.
     """
+    names = tuple(names)
     wanted = list(dict.fromkeys(names))
     taken = [name for name in wanted if name in _TAKEN]
     if taken:
         raise SourceError(f"column {taken[0]!r} has the name of a tensor of the batch", fix="name the column differently")
     if "label" not in wanted and any("label" in entry.columns for entry in entries):
         wanted.insert(0, "label")
-    kinds = {name: _kind(entries, name) for name in wanted}
+    kinds = {name: _kind(entries, name, asked=name in names) for name in wanted}
     if kinds.get("label") == "text":
-        odd = next((entry for entry in entries if not _reads_as_number(entry.columns["label"])), entries[0])
+        odd = next((entry for entry in entries if not reads_as_number(entry.columns["label"])), entries[0])
         raise SourceError(
-            f"a label is a number of at most 64 bits: {odd.path} has {odd.columns['label']!r}",
-            fix="number the classes; text goes into another column, say columns=['caption'], and comes out in batch.text",
+            f"labels are numbers of at most 64 bits, or all of them names: {odd.named} has {odd.columns['label']!r}",
+            fix="fill in a number in each row, or in each a name; other text goes into a column of its own, say "
+            "columns=['caption'], and comes out in batch.text",
         )
+    if kinds.get("label") == "float":
+        for entry in entries:
+            if not math.isfinite(entry.columns["label"]):
+                raise SourceError(
+                    f"{entry.named} has the label {entry.columns['label']}, which no loss can use",
+                    fix="fill it in, or leave the row out",
+                    path=entry.path,
+                )
     return kinds
 
 
-def _reads_as_number(value: Any) -> bool:
+def reads_as_number(value: Any) -> bool:
+    """Whether a value is a number of at most 64 bits, or text that can be read as one."""
     try:
         float(value)
     except (TypeError, ValueError, OverflowError):
@@ -49,15 +62,23 @@ def _reads_as_number(value: Any) -> bool:
     return not isinstance(value, numbers.Integral) or -(2**63) <= int(value) < 2**63
 
 
-def _kind(entries: list[Entry], name: str) -> Kind:
+def _missing(entry: Entry, name: str, *, asked: bool) -> SourceError:
+    have = ", ".join(map(str, entry.columns)) or "none"
+    if not asked:
+        return SourceError(f"{entry.named} has no label, and other rows have one", fix="label each row, or none")
+    close = difflib.get_close_matches(name, map(str, entry.columns), n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    return SourceError(
+        f"{entry.named} has no value in column {name!r} (its columns: {have}){hint}", fix="fill it in, or do not ask for it"
+    )
+
+
+def _kind(entries: list[Entry], name: str, *, asked: bool = True) -> Kind:
     kind: Kind = "int"
     for entry in entries:
         value = entry.columns.get(name)
         if value is None:
-            have = ", ".join(map(str, entry.columns)) or "none"
-            raise SourceError(
-                f"{entry.path} has no value in column {name!r} (its columns: {have})", fix="fill it in, or do not ask for it"
-            )
+            raise _missing(entry, name, asked=asked)
         if isinstance(value, numbers.Integral | np.bool_) and -(2**63) <= int(value) < 2**63:  # NumPy's numbers included
             continue
         if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
@@ -80,5 +101,5 @@ def start_frame(entry: Entry) -> int | None:
         return int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):
         raise SourceError(
-            f"start_frame={value!r} of {entry.path} is not a whole number", fix="count frames from 0, or leave the cell empty"
+            f"start_frame={value!r} of {entry.named} is not a whole number", fix="count frames from 0, or leave the cell empty"
         ) from None

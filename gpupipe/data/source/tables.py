@@ -40,6 +40,12 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
     twice = {name for name in names if name and names.count(name) > 1}
     if twice:
         raise SourceError(f"{path} has two columns {min(twice)!r}", fix="name each column once")
+    if path_column not in names:
+        raise SourceError(
+            f"the first line of {path} names no column {path_column!r}; its columns are {', '.join(names) or 'none'}",
+            fix="begin with a header, as in path,label (a list of lines like 'video.mp4 3' has none, and needs commas), or "
+            "name the column of paths with source.path_column",
+        )
     reader.fieldnames = names
     rows: list[tuple[int, dict[str, Any]]] = []
     for row in reader:
@@ -56,8 +62,8 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
     return rows
 
 
-def row_entry(row: Mapping[str, Any], path_column: str, base: str, where: str) -> Entry:
-    """The entry of one row; its path is taken relative to ``base``.
+def row_entry(row: Mapping[str, Any], path_column: str, base: str | None, where: str) -> Entry:
+    """The entry of one row; its path is taken relative to ``base``, the folder of its table, where there is one.
 
     Raises:
         SourceError: when the row has no path.
@@ -68,7 +74,8 @@ def row_entry(row: Mapping[str, Any], path_column: str, base: str, where: str) -
             f"{where} has no {path_column!r}; its columns are {', '.join(map(str, row)) or 'none'}",
             fix="name the column of paths with SourceConfig.path_column",
         )
-    return Entry(os.path.join(base, os.fspath(path)), {k: v for k, v in row.items() if k != path_column})
+    columns = {k: v for k, v in row.items() if k != path_column}
+    return Entry(os.path.join(base or "", os.fspath(path)), columns, where if base is not None else "")
 
 
 def _parse(line: str, path: str, number: int) -> dict[str, Any]:

@@ -9,16 +9,18 @@ sampled by the same kernels, then changed by ``levels``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from gpupipe.config import TransformConfig
+from gpupipe.data.stop import Stop, never
 from gpupipe.data.transform import draw as drawing
 from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
 from gpupipe.data.transform.fuse import ClipInput, Fuser
-from gpupipe.data.transform.params import Box, TransformParams, whole
+from gpupipe.data.transform.params import Box, Size, TransformParams, check, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
 from gpupipe.errors import GraphError
 from gpupipe.types import Planes, VideoInfo
@@ -75,12 +77,19 @@ class ClipTransform:
         if stretches:
             resize.compile_for(1, self.dtype)
 
-    def draw(self, info: VideoInfo, rng: np.random.Generator, clip: int = 0) -> TransformParams:
+    def draw(
+        self, info: VideoInfo, rng: np.random.Generator, clip: int = 0, *, displayed: Size | None = None
+    ) -> TransformParams:
         """Draws one clip's parameters; generators in equal states give equal ones.
 
-        ``clip`` is its number among those of one visit to the video: it says which part ``crop="three"`` shows.
+        Args:
+            info: of the frames that are to be transformed.
+            rng: where the draws come from.
+            clip: its number among those of one visit to the video: it says which part ``crop="three"`` shows.
+            displayed: (height, width) of the video's displayed frames, where ``info`` may be of others.
         """
-        return drawing.draw_clip(self.config, info.display_size, rng, self.frames, view=clip % self.config.crops)
+        params = drawing.draw_clip(self.config, info.display_size, rng, self.frames, view=clip % self.config.crops)
+        return params if displayed in (None, info.display_size) else replace(params, displayed=displayed)
 
     def apply(
         self,
@@ -94,7 +103,7 @@ class ClipTransform:
         """Writes one clip into ``out``: :meth:`apply_batch` with one clip, whose fields the arguments are."""
         self.apply_batch([ClipInput(planes, info, params, frame_map, out, blend)])
 
-    def apply_batch(self, clips: Sequence[ClipInput]) -> None:
+    def apply_batch(self, clips: Sequence[ClipInput], stop: Stop = never) -> None:
         """Writes clips into their slots, which are on one device; on CUDA on the current stream.
 
         There, clips that are cut, resized bilinearly, turned by quarters and flipped share one launch, changes of colour that
@@ -102,7 +111,12 @@ class ClipTransform:
         contrast, and one for those that are blurred. A launch has room for eight clips and 512 frames. Blended clips and those
         with other changes of colour are made one by one. A clip's bits do not depend on what else is in the batch.
 
+        Args:
+            clips: what to make, and where.
+            stop: asked amid long work on the CPU.
+
         Raises:
+            Stopped: when ``stop()`` turned true.
             GraphError: when a clip's ``out``, ``frame_map``, ``params`` or ``planes`` do not fit this transform or each other.
         """
         for clip in clips:
@@ -111,7 +125,7 @@ class ClipTransform:
         if left:
             with torch.no_grad(), torch.autocast(device_type=left[0].out.device.type, enabled=False):
                 for clip in left:
-                    self._apply(clip)
+                    self._apply(clip, stop)
         if self.config.erasing is not None:
             with torch.no_grad():
                 for clip in clips:
@@ -131,6 +145,7 @@ class ClipTransform:
             raise GraphError(f"frame_map names {len(frame_map)} frames, the clip has {self.frames}", path=info.path)
         if clip.params.frames and len(clip.params.frames) != self.frames:
             raise GraphError(f"params are of {len(clip.params.frames)} frames, the clip has {self.frames}", path=info.path)
+        check(clip.params, self.config, info.path)
         count = len(clip.planes)
         if min(frame_map) < 0 or max(frame_map) >= count:
             wrong = next(f for f in frame_map if not 0 <= f < count)
@@ -138,14 +153,15 @@ class ClipTransform:
         if out.device.type not in ("cpu", "cuda"):
             raise GraphError(f"clips are made on CPU and CUDA devices, not on {out.device}", path=info.path)
 
-    def _apply(self, clip: ClipInput) -> None:
+    def _apply(self, clip: ClipInput, stop: Stop) -> None:
         """Makes one clip, whatever its parameters; all but what is erased."""
         params, frame_map, blend = clip.params, clip.frame_map, clip.blend
         out = self._frames_first(clip.out)
         if not params.frames:
-            self._make(clip.planes, clip.info, params, frame_map, out, blend)
+            self._make(clip.planes, clip.info, params, frame_map, out, blend, stop)
         for t, each in enumerate(params.frames):
-            self._make(clip.planes, clip.info, each, frame_map[t :: self.frames], out[t : t + 1], blend[t : t + 1])
+            frames = frame_map[t :: self.frames]
+            self._make(clip.planes, clip.info, each, frames, out[t : t + 1], blend[t : t + 1], stop)
 
     def _frames_first(self, out: torch.Tensor) -> torch.Tensor:
         """(T, 3, H, W), a view."""
@@ -158,19 +174,74 @@ class ClipTransform:
                 _erase(out[t : t + 1] if clip.params.frames else out, params.erase, erasing.value, params.noise)
 
     def masks(self, values: torch.Tensor, params: TransformParams, *, fill: float = 0) -> torch.Tensor:
-        """Masks of the displayed frames, (..., H, W) of any dtype, as the clip shows them: see :func:`targets.masks`."""
+        """Masks of the displayed frames as the clip shows them, by the nearest pixel.
+
+        Here and in :meth:`points`, :meth:`boxes` and :meth:`flow`: places are (x, y) in pixels, pixel k covers k to k + 1.
+        Parameters of a clip serve all its frames at once: leading dimensions may be any. With ``draws="frame"`` each frame has
+        its own, and the first dimension of ``values`` is T. Where ``before`` changes the size, ``values`` are of the frames
+        that it gives.
+
+        Args:
+            values: (..., H, W) of any dtype, H and W those of the frames.
+            params: what was drawn, ``batch.params[k]``.
+            fill: stands where the clip shows what lies outside of the frame.
+
+        Returns:
+            (..., height, width) of the transform's ``size``, dtype and device as given.
+
+        Raises:
+            GraphError: for values that are no tensor, or of frames that ``params`` do not fit.
+        """
         return targets.masks(values, params, self.config.size, fill=fill)
 
-    def points(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
-        """Places (..., 2) in the displayed frames as places in the clip: see :func:`targets.points`."""
-        return targets.points(values, params, self.config.size)
+    def points(self, values: torch.Tensor, params: TransformParams, *, frame: Size | None = None) -> torch.Tensor:
+        """Places in the displayed frames as places in the clip.
 
-    def boxes(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
-        """Boxes (..., 4) in the displayed frames as boxes in the clip: see :func:`targets.boxes`."""
-        return targets.boxes(values, params, self.config.size)
+        Args:
+            values: (..., 2) floating point: x, y.
+            params: what was drawn.
+            frame: (height, width) of the frames that the places are in. Needed where ``before`` changes the size: what it does
+                to the pixels is not known here, so move the places likewise and give its frames' size.
+
+        Returns:
+            (..., 2), dtype and device as given; places that the crop cut off lie outside of the clip.
+
+        Raises:
+            GraphError: as :meth:`masks`.
+        """
+        return targets.points(values, params, self.config.size, frame=frame)
+
+    def boxes(self, values: torch.Tensor, params: TransformParams, *, frame: Size | None = None) -> torch.Tensor:
+        """Boxes in the displayed frames as boxes in the clip: upright ones around what was turned, cut at the clip's edges.
+
+        Args:
+            values: (..., 4) floating point: x1, y1, x2, y2 of two corners, the right and lower edge exclusive (a box over the
+                whole frame is 0, 0, W, H).
+            params: what was drawn.
+            frame: as for :meth:`points`.
+
+        Returns:
+            (..., 4): x1, y1, x2, y2, dtype and device as given. A box that the clip does not show has no area: drop those with
+            x1 == x2 or y1 == y2.
+
+        Raises:
+            GraphError: as :meth:`masks`.
+        """
+        return targets.boxes(values, params, self.config.size, frame=frame)
 
     def flow(self, values: torch.Tensor, params: TransformParams) -> torch.Tensor:
-        """Optical flow (..., 2, H, W) of the displayed frames as that of the clip: see :func:`targets.flow`."""
+        """Optical flow of the displayed frames as that of the clip: resampled, and each vector turned and scaled.
+
+        Args:
+            values: (..., 2, H, W) floating point: along x, along y, in pixels.
+            params: what was drawn.
+
+        Returns:
+            (..., 2, height, width) of the transform's ``size``; 0 outside of the frame.
+
+        Raises:
+            GraphError: as :meth:`masks`.
+        """
         return targets.flow(values, params, self.config.size)
 
     def _make(
@@ -181,10 +252,12 @@ class ClipTransform:
         frame_map: Sequence[int],
         out: torch.Tensor,
         blend: Sequence[float],
+        stop: Stop,
     ) -> None:
         """``out`` is (T, 3, H, W) of any strides."""
         config = self.config
-        picture = Picture(planes, info, config.untagged_matrix, config.untagged_range, config.interpolation, config.antialias)
+        tags = config.untagged_matrix, config.untagged_range
+        picture = Picture(planes, info, *tags, config.interpolation, config.antialias, stop)
         folded, ops = (np.eye(CHANNELS), params.color) if config.clamp else fold(params.color)
         if ops or params.blur or blend:
             dtype = torch.float64 if out.dtype == torch.float64 else torch.float32

@@ -12,8 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from gpupipe.config import AffineConfig
+from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.data.transform.geometry import Filter, filter_of
 from gpupipe.data.transform.params import Box, Matrix, Size
+
+_WORK = 1 << 24
+"""Products of a sample and a weight that are worked out together: a fraction of a second, after which a stop is heard."""
+_TAP_COST = 16
+"""What the place and the weight of a tap cost, in such products."""
+_SMOOTH = 1 << 17
+"""Support beyond which the sum of a filter's weights is taken to be the support: it is, but for a share of 1 / (3 support²)."""
 
 
 def inverse(
@@ -90,6 +98,7 @@ def sample(
     *,
     filter: Filter = "bilinear",
     antialias: bool = False,
+    stop: Stop = never,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples a picture at the places of a matrix; pixels outside of it count as 0.
 
@@ -104,49 +113,99 @@ def sample(
         size: (height, width) of the output.
         filter: f; nearest takes the pixel that (x, y) lies in.
         antialias: whether sx and sy are :func:`supports`, or 1.
+        stop: asked a few times a second.
 
     Returns:
         The output (..., height, width), and its cover (height, width): the part of the weights that lay inside.
+
+    Raises:
+        Stopped: when ``stop()`` turned true.
     """
     height, width = image.shape[-2:]
     rows, columns = size
-    places = matrix[:2] @ np.stack([np.tile(np.arange(columns) + 0.5, rows), np.repeat(np.arange(rows) + 0.5, columns),
-                                    np.ones(rows * columns)])  # fmt: skip
-    spans = supports(matrix, antialias=antialias)
-    (across, across_weight), (down, down_weight) = (
-        _taps(at, span, extent, filter, antialias=antialias).to(image)
-        for at, span, extent in zip(places, spans, (width, height), strict=True)
+    x, y = matrix[:2] @ np.stack([np.tile(np.arange(columns) + 0.5, rows), np.repeat(np.arange(rows) + 0.5, columns),
+                                  np.ones(rows * columns)])  # fmt: skip
+    across, down = (
+        _Side(extent, span, filter, antialias)
+        for extent, span in zip((width, height), supports(matrix, antialias=antialias), strict=True)
     )
-    flat = image.flatten(-2)
-    out = image.new_zeros((*image.shape[:-2], rows * columns))
-    for index, weight in zip(down, down_weight, strict=True):
-        for column, share in zip(across, across_weight, strict=True):
-            out += flat[..., index * width + column] * (weight * share)
-    cover = across_weight.sum(0) * down_weight.sum(0)
-    return out.view(*image.shape[:-2], rows, columns), cover.view(rows, columns)
+    near = np.flatnonzero(across.touches(x) & down.touches(y))
+    pixels = image.reshape(-1, height * width).t().contiguous()  # what a tap reads lies side by side
+    channels = pixels.shape[1]
+    number = torch.int32 if height * width < 1 << 31 else torch.int64  # of a pixel; the narrower one is read twice as fast
+    taps = max(1, _WORK // (channels + _TAP_COST))
+    together = max(1, taps // max(across.reads * down.reads, across.spread, down.spread))
+    step = max(1, taps // across.reads)  # lines of one output that are summed together
+    moved = pixels.new_zeros((rows * columns, channels))
+    cover = pixels.new_zeros(rows * columns)
+    for begin in range(0, len(near), together):
+        place = near[begin : begin + together]
+        (column, share), (line, weight) = (
+            tuple(torch.from_numpy(part).to(image.device) for part in side.taps(at[place]))
+            for side, at in ((across, x), (down, y))
+        )
+        column, line, share, weight = column.to(number), line.to(number), share.to(image), weight.to(image)
+        made = moved.new_zeros((len(place), channels))
+        for top in range(0, down.reads, step):
+            if stop():
+                raise Stopped
+            index = line[:, top : top + step, None] * width + column[:, None]
+            sums = torch.nn.functional.embedding_bag(
+                index.flatten(0, 1), pixels, mode="sum", per_sample_weights=share[:, None].expand_as(index).flatten(0, 1)
+            )
+            # Not by a product of matrices, which on CUDA may be in TF32 and under autocast in 16 bits.
+            made += (sums.view(*index.shape[:2], channels) * weight[:, top : top + step, None]).sum(1)
+        where = torch.from_numpy(place).to(image.device)
+        moved[where] = made
+        cover[where] = share.sum(1) * weight.sum(1)
+    return moved.t().reshape(*image.shape[:-2], rows, columns), cover.view(rows, columns)
 
 
 @dataclass(frozen=True, slots=True)
-class _Taps:
-    """Samples along one axis and their weights, (taps, places) each."""
+class _Side:
+    """One axis of a picture of ``extent`` samples, and the filter along it."""
 
-    index: NDArray[np.int64]
-    weight: NDArray[np.float64]
+    extent: int
+    support: float
+    filter: Filter
+    antialias: bool
 
-    def to(self, image: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As tensors beside an image, weights of its dtype."""
-        return torch.from_numpy(self.index).to(image.device), torch.from_numpy(self.weight).to(image)
+    @property
+    def spread(self) -> int:
+        """Samples that the filter spans, those outside of the picture included."""
+        if self.filter == "nearest":
+            return 1
+        _, radius = filter_of(self.filter, antialias=self.antialias)
+        return math.ceil(2 * radius * self.support) + 1
 
+    @property
+    def reads(self) -> int:
+        """Samples of the picture that an output reads."""
+        return min(self.spread, self.extent)
 
-def _taps(at: NDArray[np.float64], support: float, extent: int, filter: Filter, *, antialias: bool) -> _Taps:
-    """What is read along an axis of ``extent`` samples at these places. What lies outside weighs nothing."""
-    if filter == "nearest":
-        index, weight = np.floor(at)[None].astype(np.int64), np.ones((1, at.size))
-    else:
-        kernel, radius = filter_of(filter, antialias=antialias)
-        first = np.floor(at - radius * support + 0.5).astype(np.int64)
-        index = first + np.arange(math.ceil(2 * radius * support) + 1)[:, None]
-        weight = kernel((index + 0.5 - at) / support)
-        weight /= weight.sum(axis=0)
-    weight[(index < 0) | (index >= extent)] = 0
-    return _Taps(np.clip(index, 0, extent - 1), weight)
+    def _first(self, at: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The first sample of the filter at these places."""
+        if self.filter == "nearest":
+            return np.floor(at)
+        _, radius = filter_of(self.filter, antialias=self.antialias)
+        return np.floor(at - radius * self.support + 0.5)
+
+    def touches(self, at: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Whether the filter at these places reaches into the picture."""
+        first = self._first(at)
+        return (first < self.extent) & (first + self.spread > 0)
+
+    def taps(self, at: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """The samples that outputs at these places read, and their weights: (places, :attr:`reads`) each."""
+        first = self._first(at).astype(np.int64)[:, None]
+        index = np.clip(first, 0, self.extent - self.reads) + np.arange(self.reads)
+        if self.filter == "nearest":
+            return index, np.ones(index.shape)
+        kernel, _ = filter_of(self.filter, antialias=self.antialias)
+
+        def weights(index: NDArray[np.int64]) -> NDArray[np.float64]:
+            return kernel((index + 0.5 - at[:, None]) / self.support)
+
+        if self.support > _SMOOTH:
+            return index, weights(index) / self.support
+        return index, weights(index) / weights(first + np.arange(self.spread)).sum(axis=1, keepdims=True)

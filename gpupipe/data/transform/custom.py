@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -11,6 +13,7 @@ import torch
 from gpupipe.data.order import AFTER, BEFORE, clip_generator
 from gpupipe.data.transform import ClipTransform, to_rgb
 from gpupipe.device.memory import PITCH_BYTES
+from gpupipe.device.stream import stage
 from gpupipe.errors import GraphError
 from gpupipe.types import Clip, ClipRecord, ClipRequest, FramePick, PlaneFormat, Planes, VideoInfo
 
@@ -18,6 +21,33 @@ _BEYOND = 4.0
 """Floats beyond this are taken for codes of 8 bits: a filter may overshoot 1, but not so far."""
 UserTransform = Callable[[Clip], "Clip | torch.Tensor | None"]
 """Gives the new pixels, or the clip that holds them, or None when it has changed ``clip.video`` in place."""
+
+
+class CallFailed(Exception):
+    """A user's function raised ``error``: none of its kinds may be taken for an error of the video, or for the epoch's end."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class Call(NamedTuple):
+    """A user's function at work on a video: in it a thread may hang for ever."""
+
+    name: str
+    function: UserTransform
+    path: str
+
+    def __str__(self) -> str:
+        return f"the transform {self.name}={self.function!r} at work on {self.path}"
+
+
+Watch = Callable[[Call | None], None]
+"""Told of a call before it begins, and with None after its end."""
+
+
+def unwatched(call: Call | None) -> None:
+    """For calls that nobody watches."""
 
 
 class Source(NamedTuple):
@@ -47,10 +77,23 @@ class Custom:
     untagged_matrix: str = "auto"
     untagged_range: str = "limited"
     _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
-    """Whether floats that ``before`` gave were looked at."""
+    """Whether floats that ``before`` gave were looked at, on a GPU."""
+    _thread: threading.local = field(default_factory=threading.local, compare=False, repr=False)
+
+    @property
+    def calling(self) -> bool:
+        """Whether the calling thread is inside of one of these."""
+        return getattr(self._thread, "calling", False)
 
     def prepare(
-        self, planes: Planes, info: VideoInfo, frame_map: Sequence[int], pick: FramePick, request: ClipRequest, number: int
+        self,
+        planes: Planes,
+        info: VideoInfo,
+        frame_map: Sequence[int],
+        pick: FramePick,
+        request: ClipRequest,
+        number: int,
+        watch: Watch = unwatched,
     ) -> Source:
         """The frames of clip ``number`` of a request, changed by ``before``.
 
@@ -59,6 +102,7 @@ class Custom:
 
         Raises:
             GraphError: when ``before`` gives something that is no frames.
+            CallFailed: when it raises.
         """
         if self.before is None:
             return Source(planes, info, frame_map, pick.blend)
@@ -73,34 +117,39 @@ class Custom:
             now, following = rgb.float().chunk(2)
             shares = torch.tensor(pick.blend, dtype=torch.float32, device=rgb.device).view(-1, 1, 1, 1)
             rgb = now.lerp_(following, shares).round_().to(torch.uint8)
-        video = self._call("before", self.before, Clip(rgb, info, pick, clip_generator(request, BEFORE, number)))
+        video = self._call("before", self.before, Clip(rgb, info, pick, clip_generator(request, BEFORE, number)), watch)
         if video.ndim != 4 or video.shape[:2] != rgb.shape[:2] or 0 in video.shape:
             raise GraphError(f"before= gave {tuple(video.shape)}, not ({len(rgb)}, 3, H, W)", path=info.path)
         if video.device != rgb.device:
             raise GraphError(f"before= gave frames on {video.device}, not on {rgb.device}", path=info.path)
         if video.is_floating_point():
-            if not self._looked:  # once: on a GPU the host waits for the answer
+            if video.device.type == "cpu" or not self._looked:  # on a GPU once: the host waits for the answer
                 most = float(video.amax())
+                if math.isnan(most):
+                    raise GraphError("before= gave NaN: floats are RGB in [0, 1]", path=info.path)
                 if most > _BEYOND:
                     raise GraphError(
                         f"before= gave values up to {most:.0f}: floats are RGB in [0, 1]", fix="divide by 255", path=info.path
                     )
-                self._looked.append(True)
-            video = (video.clamp(0, 1) * 255).round_()
+                self._looked[:] = [True]
+            video = (video.clamp(0, 1) * 255).round_().nan_to_num_(0)  # of NaN each device would make other codes
         elif video.dtype != torch.uint8:
             raise GraphError(f"before= gave {video.dtype}, not uint8 or a floating-point type", path=info.path)
         return Source(*_as_planes(video, info), range(len(video)))
 
-    def finish(self, slot: torch.Tensor, info: VideoInfo, record: ClipRecord, transform: ClipTransform) -> None:
+    def finish(
+        self, slot: torch.Tensor, info: VideoInfo, record: ClipRecord, transform: ClipTransform, watch: Watch = unwatched
+    ) -> None:
         """Changes a finished clip in its slot by ``after``.
 
         Raises:
             GraphError: when ``after`` gives another shape or dtype.
+            CallFailed: when it raises.
         """
         if self.after is None:
             return
         rng = clip_generator(record.request, AFTER, record.clip)
-        video = self._call("after", self.after, Clip(slot, info, record.pick, rng, record.params))
+        video = self._call("after", self.after, Clip(slot, info, record.pick, rng, record.params), watch)
         if video is slot:
             return
         if tuple(video.shape) != transform.clip_shape or video.dtype != transform.dtype or video.device != slot.device:
@@ -111,13 +160,21 @@ class Custom:
             )
         slot.copy_(video)
 
-    def _call(self, name: str, function: UserTransform, clip: Clip) -> torch.Tensor:
+    def _call(self, name: str, function: UserTransform, clip: Clip, watch: Watch) -> torch.Tensor:
+        watch(Call(name, function, clip.info.path))
+        within, self._thread.calling = self.calling, True  # it may make a clip again by replay, and that calls it too
         try:
-            with torch.no_grad():  # a batch is data: nothing is learnt through it
+            with stage("transform", clip.info.path), torch.no_grad():  # a batch is data: nothing is learnt through it
                 given = function(clip)
         except Exception as error:
-            error.add_note(f"raised by the transform {name}={function!r} for {clip.info.path}")
-            raise
+            note = f"raised by the transform {name}={function!r} for {clip.info.path}"
+            if isinstance(error, StopIteration):  # as in a generator (PEP 479): next() of the loader would end the loop by it
+                raise CallFailed(RuntimeError(f"StopIteration was {note}")) from error
+            error.add_note(note)
+            raise CallFailed(error) from error
+        finally:
+            self._thread.calling = within
+            watch(None)
         video = clip.video if given is None else given.video if isinstance(given, Clip) else given
         if not isinstance(video, torch.Tensor):
             raise GraphError(f"{name}= gave a {type(video).__name__}, not a tensor, a Clip or None", path=clip.info.path)

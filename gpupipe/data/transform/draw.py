@@ -43,7 +43,9 @@ def draw(config: TransformConfig, display_size: Size, rng: np.random.Generator, 
     if config.erasing is not None and rng.random() < config.erasing.p:
         erase = _erasing(config.erasing, config.size, rng)
         noise = int(rng.integers(2**53)) if config.erasing.value == "random" else 0
-    return replace(params, affine=affine.chain(moves), color=tuple(color), blur=blur, erase=erase, noise=noise)
+    return replace(
+        params, affine=affine.chain(moves), color=tuple(color), blur=blur, erase=erase, noise=noise, frame=display_size
+    )
 
 
 def draw_clip(

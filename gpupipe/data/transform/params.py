@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from gpupipe.errors import ConfigError
+from gpupipe.config import TransformConfig
+from gpupipe.errors import ConfigError, GraphError
 
 Size = tuple[int, int]
 """(height, width)"""
@@ -24,6 +26,10 @@ ColorName = Literal[
 ]  # fmt: skip
 
 
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+"""How the JSON of parameters is read."""
+
+
 @dataclass(frozen=True, slots=True)
 class ColorOp:
     """One change of colour, named as torchvision's functions.
@@ -34,8 +40,14 @@ class ColorOp:
             that is dropped; bits that are kept; threshold in [0, 1]. 0 where there is nothing to choose.
     """
 
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
+
     name: ColorName
     value: float = 0.0
+
+
+_CHOICES: dict[str, range] = {"channel_drop": range(3), "posterize": range(9)}
+"""Whole numbers that the value of an operation is one of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +66,13 @@ class TransformParams:
         blur: standard deviation of the Gaussian in output pixels; 0: none.
         erase: (top, left, height, width) in output pixels of the box that is erased.
         noise: seed of the noise that fills that box, where it is noise.
+        frame: (height, width) of the frames that ``crop`` lies in: the displayed ones, or those that ``before`` gave; None in
+            parameters that were made by hand, which fit any frame that holds ``bounds``.
+        displayed: (height, width) of the displayed frames, where ``before`` gave frames of another size; else None.
         frames: with ``draws="frame"``, the parameters of each frame; the fields above are then those of the first.
     """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     crop: tuple[float, float, float, float]
     bounds: Box
@@ -66,11 +83,13 @@ class TransformParams:
     blur: float = 0.0
     erase: Box | None = None
     noise: int = 0
+    frame: Size | None = None
+    displayed: Size | None = None
     frames: tuple[TransformParams, ...] = ()
 
     def matrix(self, size: Size) -> NDArray[np.float64]:
         """(3, 3): the place (x, y, 1) in the displayed frame of a place in an output of ``size`` (height, width); in pixels,
-        with pixel k from k to k + 1 on both sides."""
+        with pixel k from k to k + 1 on both sides. Where ``before`` changes the size, in the frames that it gives."""
         (top, left, height, width), (rows, columns) = self.crop, size
         across, down = width / columns, height / rows
         place = np.array(
@@ -100,6 +119,44 @@ class TransformParams:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"])) or "the text"
             raise ConfigError(f"these are no transform parameters: {where}: {first['msg']}", fix="see to_json") from None
+
+
+def check(params: TransformParams, config: TransformConfig, path: str) -> None:
+    """Looks whether parameters, perhaps another transform's, can be applied by this one. Whether the crop lies in the frame
+    is seen where samples are looked for.
+
+    Raises:
+        GraphError: when they cannot; it says what does not fit.
+    """
+    for each in params.frames or (params,):
+        wrong = _unfit(each, config)
+        if wrong is not None:
+            raise GraphError(
+                f"params do not fit this transform: {wrong}",
+                fix="apply them with the config they were drawn by",
+                path=path,
+            )
+
+
+def _unfit(params: TransformParams, config: TransformConfig) -> str | None:
+    numbers = (*params.crop, *(params.affine or ()), params.blur, *(op.value for op in params.color))
+    if not all(map(math.isfinite, numbers)):
+        return "a number in them is not finite"
+    if params.blur and config.blur is None:
+        return f"they blur by {params.blur:g}, and blur=None has no kernel_size"
+    if params.blur < 0:
+        return f"blur {params.blur:g} is negative"
+    if params.erase is not None and config.erasing is None:
+        return f"they erase {params.erase}, and erasing=None has no value for that"
+    if params.erase is not None and min(params.erase) < 0:
+        return f"erase {params.erase} is no box"
+    known = get_args(ColorName)
+    for op in params.color:
+        if op.name not in known:
+            return f"there is no change of colour {op.name!r}"
+        if op.value not in _CHOICES.get(op.name, (op.value,)):
+            return f"{op.name} has no choice {op.value:g}"
+    return None
 
 
 def _adapter() -> TypeAdapter[TransformParams]:

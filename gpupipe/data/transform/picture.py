@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpupipe.data.stop import Stop, never
 from gpupipe.data.transform import affine, move, reference, resize
 from gpupipe.data.transform.color import rgb_from_codes
 from gpupipe.data.transform.finish import pack_steps
@@ -96,6 +97,8 @@ class Picture:
     untagged_range: str = "limited"
     filter: Filter = "bilinear"
     antialias: bool = True
+    stop: Stop = never
+    """Asked amid long work on the CPU."""
 
     def write(
         self,
@@ -109,7 +112,11 @@ class Picture:
         clamp: bool = True,
     ) -> None:
         """Writes frames to ``out`` (T, 3, H, W) of any strides, sampled as ``params`` says: RGB times ``folded`` (3, 3), then
-        scaled. Where a move shows what lies outside of the frame, ``fill`` stands in for RGB."""
+        scaled. Where a move shows what lies outside of the frame, ``fill`` stands in for RGB.
+
+        Raises:
+            Stopped: when ``stop()`` turned true.
+        """
         planes, info = self.planes, self.info
         check_planes(planes, info, out.device)
         matrix = folded @ rgb_from_codes(
@@ -160,7 +167,7 @@ class Picture:
             rgb = torch.empty((len(chunk), CHANNELS, height, width), dtype=dtype, device=out.device)
             sampling = geometry(self.info, self.planes.format, part, (height, width))
             reference.transform(self.planes, sampling, Color(matrix, *UNIT, clamp=False), chunk, rgb)
-            moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias)
+            moved, cover = affine.sample(rgb, place, size, filter=self.filter, antialias=self.antialias, stop=self.stop)
             for channel, value in enumerate(fill.tolist()):
                 moved[:, channel].add_(1 - cover, alpha=value)
             store(moved.clamp_(0, 1) if clamp else moved, scale, out[begin : begin + len(chunk)])

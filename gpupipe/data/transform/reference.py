@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpupipe.data.transform import unscaled
 from gpupipe.data.transform.geometry import Axis, Geometry
 from gpupipe.types import Planes
 
@@ -50,6 +51,12 @@ def transform(planes: Planes, geometry: Geometry, color: Color, frame_map: Seque
     for target, source in enumerate(frame_map):
         wanted.setdefault(source, []).append(target)
     sources = sorted(wanted)
+    if unscaled.serves(geometry):
+        with torch.no_grad():
+            for source in sources:
+                targets = [out[target] for target in wanted[source]]
+                unscaled.transform(planes, source, geometry, color.matrix, color.gain, color.bias, targets, clamp=color.clamp)
+        return
     height, width = geometry.rows.outputs, geometry.columns.outputs
     together = max(1, _CHUNK_BYTES // (4 * height * planes.format.width))
     dtype = torch.float64 if out.dtype == torch.float64 else torch.float32

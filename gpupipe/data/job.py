@@ -1,0 +1,87 @@
+"""What a pipeline works on, shared by all epochs of a loader."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from gpupipe.config import LoaderConfig
+from gpupipe.data.cache import ClipCache, KeptClip
+from gpupipe.data.decode import DecodeEngine, Helping
+from gpupipe.data.files import UNKEPT, OpenFiles
+from gpupipe.data.order import Order
+from gpupipe.data.prepare import Prepared
+from gpupipe.data.source.columns import Kind
+from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform.custom import NO_CUSTOM, Custom
+from gpupipe.data.visit import Task
+from gpupipe.telemetry import Telemetry
+from gpupipe.types import Entry
+
+
+def _working_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed: absolute paths need none, and a relative one is then told of by name
+        return ""
+
+
+@dataclass
+class Job:
+    """What a loader has made of its arguments, and what its epochs share."""
+
+    entries: Sequence[Entry]
+    order: Order
+    config: LoaderConfig
+    transform: ClipTransform
+    kinds: Mapping[str, Kind]
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    engines: list[DecodeEngine]
+    """One a thread: with NVDEC where the device has it."""
+    helpers: list[DecodeEngine]
+    """Further ones, a thread each, that decode in software what NVDEC cannot, or help it; none without NVDEC."""
+    helping: Helping | None
+    """What is known of them as helpers; None: they do not help."""
+    index_workers: int
+    telemetry: Telemetry
+    custom: Custom = NO_CUSTOM
+    clips: ClipCache | None = None
+    """Decoded clips of this epoch and of those before."""
+    files: OpenFiles = UNKEPT
+    bad_files: dict[str, str] = field(default_factory=dict)
+    stuck_in: set[str] = field(default_factory=set)
+    """Files in which threads were stuck, or visits took too long: not tried again."""
+    folder: str = field(default_factory=_working_folder)
+    """Where relative paths start, whatever the working directory becomes."""
+
+    def entry_of(self, task: Task) -> Entry:
+        """The video that a task is about."""
+        return self.entries[task.request.entry]
+
+    def file_of(self, entry: Entry) -> str:
+        """The path by which a video is opened."""
+        return os.path.join(self.folder, entry.path)
+
+    def kept(self, prepared: Prepared) -> KeptClip | None:
+        """The planes of a visit, where they were kept and are as good as those that its decoder would make."""
+        if self.clips is None:
+            return None
+        decoder = self.engines[0].choose(prepared.index).decoder
+        return self.clips.find(prepared.index, prepared.plan, decoder)
+
+    def kill(self) -> None:
+        """Ends the processes at once, from any thread, for a loader that was dropped and not closed."""
+        for engine in [*self.engines, *self.helpers]:
+            engine.give_up()
+
+    def close(self) -> None:
+        """Leaves the decoders to the next loader, and lets go of what is kept."""
+        for engine in [*self.engines, *self.helpers]:
+            engine.close()
+        if self.clips is not None:
+            self.clips.close()
+        self.files.close()

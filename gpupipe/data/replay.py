@@ -1,0 +1,74 @@
+"""A clip made again from its record, beside whatever epoch is under way."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from gpupipe.data import index as indices
+from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
+from gpupipe.data.job import Job
+from gpupipe.data.limit import within_limit
+from gpupipe.data.plan import make_plan
+from gpupipe.data.transform import ClipInput
+from gpupipe.data.transform.custom import CallFailed
+from gpupipe.device.stream import hand_over, stage
+from gpupipe.errors import ConfigError, SampleError
+from gpupipe.telemetry import Telemetry
+from gpupipe.types import ClipRecord, Entry
+
+
+@within_limit("a clip cannot be made again")
+def replay(job: Job, record: ClipRecord) -> torch.Tensor:
+    """The clip of a record, made as the pipeline makes it, by the decoder that the record names.
+
+    Returns:
+        A tensor of the transform's ``clip_shape`` and ``dtype`` on the job's device, usable on the current stream.
+
+    Raises:
+        ConfigError: for what is no record, or one of clips of another length.
+        SampleError: when the video has no such frames.
+        OpenError, DecodeError, GraphError: when the clip cannot be made; the file is named.
+    """
+    if not isinstance(record, ClipRecord):
+        raise ConfigError(
+            f"a clip is made again from its record, not from a {type(record).__name__}", fix="give batch.clips[k]"
+        )
+    pick, transform = record.pick, job.transform
+    if len(pick.indices) != transform.frames:
+        raise ConfigError(
+            f"the record is of a clip of {len(pick.indices)} frames, this loader's have {transform.frames}",
+            fix="use a loader with the configuration that the clip was made with",
+        )
+    index = indices.load(job.file_of(Entry(record.path)))
+    first, last = min(pick.decoded), max(pick.decoded)
+    if not 0 <= first <= last < index.info.frames:
+        raise SampleError(
+            f"the record names frames {first} to {last}, {record.path} has 0 to {index.info.frames - 1}",
+            fix="was the file replaced? Give the one that the record was made from",
+            path=record.path,
+        )
+    plan = make_plan(index, pick.decoded)
+    # Engines of the job belong to the threads of the epoch that may be under way.
+    mode = cast(Mode, record.decoder)
+    engine = DecodeEngine(job.device, mode=mode, keep=1, fallbacks=Fallbacks(), telemetry=Telemetry())
+    try:
+        with torch.cuda.stream(engine.stream):
+            planes, _ = engine.decode(index, plan)
+            with stage("transform", record.path):
+                source = job.custom.prepare(planes, index.info, plan.frame_map, pick, record.request, record.clip)
+                shape = (1, *transform.clip_shape)
+                out = torch.empty(shape, dtype=transform.dtype, device=job.device, memory_format=transform.memory_format)[0]
+                transform.apply_batch(
+                    [ClipInput(source.planes, source.info, record.params, source.frame_map, out, source.blend)]
+                )
+                job.custom.finish(out, index.info, record, transform)
+            done = engine.stream.record_event() if engine.stream is not None else None
+        if done is not None:
+            hand_over([out], [done], torch.cuda.current_stream(job.device))
+        return out
+    except CallFailed as failed:
+        raise failed.error from failed.error.__cause__
+    finally:
+        engine.close()
