@@ -10,8 +10,7 @@ from gpupipe.device.autotune import Config, choose, machine, streaming_us
 from gpupipe.device.jit import jit, launch, serves, tl, triton
 from gpupipe.errors import ConfigError
 from gpupipe.ops import checks, settings
-from gpupipe.ops.layout import row_length, rows
-from gpupipe.ops.norms.forward import bucket, wide
+from gpupipe.ops.layout import bucket, row_length, rows, wide
 from gpupipe.ops.op import Op
 from gpupipe.ops.settings import Precision
 

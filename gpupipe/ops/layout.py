@@ -1,8 +1,13 @@
-"""Tensors as rows that a kernel can step through, without a copy where two strides tell where a row starts."""
+"""Tensors as rows that a kernel can step through, without a copy where two strides tell where a row starts; and the steps."""
 
 from __future__ import annotations
 
 import torch
+
+from gpupipe.device.jit import jit, tl
+
+_SMALLEST = 4
+"""Dropout draws for four columns at a time."""
 
 
 def rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -37,3 +42,37 @@ def matrix(x: torch.Tensor) -> torch.Tensor:
     """A tensor (..., H) as (M, H) whose rows are each contiguous: a view where possible."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+def stride(matrix: torch.Tensor | None) -> int:
+    """Of its rows, in elements; 0 where there is one row, or none."""
+    return 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0)
+
+
+def bucket(count: int) -> int:
+    """Row counts that are tuned together: powers of two."""
+    return (count - 1).bit_length()
+
+
+def parts(size: int) -> tuple[int, int]:
+    """The two powers of two (the second may be 0) that a row of ``size`` is cut into: no lane waits at usual hidden sizes."""
+    first = max(_SMALLEST, 1 << (size.bit_length() - 1))
+    rest = size - first
+    if rest <= 0:
+        return first, 0
+    second = max(_SMALLEST, 1 << (rest - 1).bit_length())
+    return (2 * first, 0) if second >= first else (first, second)
+
+
+@jit
+def wide(pointer, mask):
+    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
+
+
+@jit
+def row_starts(pointer, row, inner, outer_stride, inner_stride):
+    """Pointers (ROWS, 1) to where rows start; None for a tensor that is not there."""
+    if pointer is None:
+        return None
+    else:
+        return pointer + ((row // inner) * outer_stride + (row % inner) * inner_stride)[:, None]

@@ -14,9 +14,10 @@ from torch.nn import functional
 from gpupipe import ops
 from gpupipe.device.jit import interpreted
 from gpupipe.errors import ConfigError, ShapeError
+from gpupipe.ops.layout import parts
 from gpupipe.ops.norms.backward import launch_backward
 from gpupipe.ops.norms.op import norm_backward_op, norm_op
-from gpupipe.ops.norms.tiles import backward_candidates, forward_candidates, parts
+from gpupipe.ops.norms.tiles import backward_candidates, forward_candidates
 
 needs_triton = pytest.mark.skipif(not interpreted(), reason="Triton does not run here on the CPU")
 pytestmark = needs_triton

@@ -15,8 +15,8 @@ from gpupipe.ops import activations
 from gpupipe.ops.activation.forward import inner_rows, pre_activation, starts
 from gpupipe.ops.activation.tiles import backward_candidates, backward_us
 from gpupipe.ops.activations import curve
-from gpupipe.ops.layout import rows
-from gpupipe.ops.norms.forward import bucket, dropping, kept, stride, wide
+from gpupipe.ops.dropout import dropping, kept
+from gpupipe.ops.layout import bucket, rows, stride, wide
 
 
 @jit

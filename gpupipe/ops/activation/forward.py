@@ -12,8 +12,8 @@ from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops import activations
 from gpupipe.ops.activation.tiles import forward_candidates, forward_us
 from gpupipe.ops.activations import curve
-from gpupipe.ops.layout import row_length, rows
-from gpupipe.ops.norms.forward import bucket, dropping, kept, stride, wide
+from gpupipe.ops.dropout import dropping, kept
+from gpupipe.ops.layout import bucket, row_length, rows, stride, wide
 
 
 @jit

@@ -10,37 +10,9 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.layout import row_length, rows
+from gpupipe.ops.dropout import dropping, kept
+from gpupipe.ops.layout import bucket, row_length, row_starts, rows, stride, wide
 from gpupipe.ops.norms.tiles import forward_candidates, forward_us
-
-
-@jit
-def wide(pointer, mask):
-    return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
-
-
-@jit
-def row_starts(pointer, row, inner, outer_stride, inner_stride):
-    """Pointers (ROWS, 1) to where rows start; None for a tensor that is not there."""
-    if pointer is None:
-        return None
-    else:
-        return pointer + ((row // inner) * outer_stride + (row % inner) * inner_stride)[:, None]
-
-
-@jit
-def kept(seed, row, first, COLUMNS: tl.constexpr, threshold):
-    """True where dropout keeps an element: by Philox 4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush.
-
-    The element's row and column are the counter, so that the backward draws the same; four columns share one.
-    """
-    quad = first // 4 + tl.arange(0, COLUMNS // 4)[None, :]
-    c0 = quad + tl.zeros((row.shape[0], 1), tl.int32)
-    c1 = (row & 0x7FFFFFFF).to(tl.int32)[:, None] + quad * 0
-    c2 = (row >> 31).to(tl.int32)[:, None] + quad * 0
-    a, b, c, d = tl.philox(seed, c0, c1, c2, c0 * 0, 7)
-    draws = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (row.shape[0], COLUMNS))
-    return draws.to(tl.uint32, bitcast=True).to(tl.int64) >= threshold
 
 
 @jit
@@ -224,21 +196,6 @@ def launch_forward(
         )
     )  # fmt: skip
     return y, total, mean, rstd
-
-
-def dropping(p: float) -> tuple[int, float]:
-    """Draws (32 bits) below the first are dropped; what is kept is multiplied by the second. ``p`` = 1 drops all."""
-    return round(p * 2**32), 0.0 if p == 1 else 1 / (1 - p)
-
-
-def stride(matrix: torch.Tensor | None) -> int:
-    """Of its rows, in elements; 0 where there is one row, or none."""
-    return 0 if matrix is None or matrix.shape[0] == 1 else matrix.stride(0)
-
-
-def bucket(count: int) -> int:
-    """Row counts that are tuned together: powers of two."""
-    return (count - 1).bit_length()
 
 
 def _first(*values: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 from gpupipe.device.autotune import Config, Machine, streaming_us
+from gpupipe.ops.layout import parts
 
 LARGEST = 16384
 """Elements in a row; longer ones do not fit in the registers of a program."""
-_SMALLEST = 4
-"""Dropout draws for four columns at a time."""
-
-
-def parts(size: int) -> tuple[int, int]:
-    """The two powers of two (the second may be 0) that a row of ``size`` is cut into: no lane waits at usual hidden sizes."""
-    first = max(_SMALLEST, 1 << (size.bit_length() - 1))
-    rest = size - first
-    if rest <= 0:
-        return first, 0
-    second = max(_SMALLEST, 1 << (rest - 1).bit_length())
-    return (2 * first, 0) if second >= first else (first, second)
 
 
 def forward_candidates(size: int) -> list[dict[str, int]]:

@@ -11,11 +11,11 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.norms.backward import norm_sums
 from gpupipe.ops.packed import like_sides, sides, stepped, strides
 from gpupipe.ops.rotary.forward import _vector, heads_of, load_weights, place
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn_back
 from gpupipe.ops.rotary.tiles import backward_candidates, backward_us, bucket
+from gpupipe.ops.sums import column_sums
 
 
 @jit
@@ -293,7 +293,7 @@ def launch_backward(
     run(config)
     if summed:
         launch(
-            norm_sums, (triton.cdiv(summed, _COLUMNS), 2),
+            column_sums, (triton.cdiv(summed, _COLUMNS), 2),
             partials[0], None, None, None, dweights, None, None, None, None, config["PROGRAMS"], 0,
             H=summed, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, DYN=True, DY=False, GATE=False, num_warps=4,
         )  # fmt: skip

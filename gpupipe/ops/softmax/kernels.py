@@ -11,7 +11,7 @@ import torch
 from gpupipe.device.autotune import Config, Machine, choose, machine, streaming_us
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops import layout
-from gpupipe.ops.norms.tiles import parts
+from gpupipe.ops.layout import parts
 
 LARGEST = 16384
 """Columns; longer rows do not fit in the registers of a program."""

@@ -11,9 +11,9 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.norms.backward import norm_sums
 from gpupipe.ops.packed import like_sides, sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, load_pairs, store_pairs, table_arguments, turn_back
+from gpupipe.ops.sums import column_sums
 from gpupipe.ops.temporal.forward import (
     live_one,
     load_side,
@@ -206,7 +206,7 @@ def _add(partial: torch.Tensor, into: torch.Tensor) -> None:
 def _sum(partial: torch.Tensor, into: torch.Tensor, each: int) -> None:
     dim = into.shape[-1]
     launch(
-        norm_sums, (triton.cdiv(dim, _COLUMNS), into.numel() // dim),
+        column_sums, (triton.cdiv(dim, _COLUMNS), into.numel() // dim),
         partial, None, None, None, into, None, None, None, None, each, 0,
         H=dim, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, DYN=True, DY=False, GATE=False, num_warps=4,
     )  # fmt: skip
