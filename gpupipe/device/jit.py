@@ -40,8 +40,13 @@ def interpreted() -> bool:
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Launches a kernel on torch's current stream: arguments by position, its constants and ``num_warps`` by name."""
-    kernel[grid](*args, enable_fp_fusion=True, **constants)
+    """Launches a kernel on the current stream of its tensors' GPU: arguments by position, constants and options by name."""
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        kernel[grid](*args, enable_fp_fusion=True, **constants)
+        return
+    with torch.cuda.device(device):  # Triton goes by the current GPU
+        kernel[grid](*args, enable_fp_fusion=True, **constants)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -22,10 +22,10 @@ def column_sums(
     programs, scale_stride,
     H: tl.constexpr, COLUMNS: tl.constexpr, AT_ONCE: tl.constexpr, DYN: tl.constexpr, DY: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (c, m) finishes ``COLUMNS`` columns of the sums of group m."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    """Program (m, c) finishes ``COLUMNS`` columns of the sums of group m."""
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask = columns < H
-    m = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0).to(tl.int64)
     step = (DYN + DY + GATE) * H
     partial_ptr += m * programs * step
     scale = 1.0

@@ -46,6 +46,11 @@ def test_modulations_of_every_grain(modulated: tuple[int, ...]) -> None:
     check("gate_add_modulate_affine_norm", (2, 40, 16, 96), modulated, torch.float16)
 
 
+def test_more_samples_than_a_grid_has_rows() -> None:
+    """A launch has at most 65 535 programs along its second and third axis."""
+    check("gate_add_modulate_norm", (70_000, 3, 32), (70_000, 32), torch.float32)
+
+
 def test_every_tile_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the GPU a tile may also fail to fit, or lose a barrier: so all of them run, at a size of their kind."""
     gpu = autotune.machine(torch.device("cuda", 0))

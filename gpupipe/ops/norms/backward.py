@@ -124,11 +124,11 @@ def norm_backward(
     H: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, STAGES: tl.constexpr,
     ROUND: tl.constexpr, EACH: tl.constexpr, DYN: tl.constexpr, DY: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, m) takes rows ``p * chunk`` and following of the ``group`` rows whose sums are one."""
+    """Program (m, p) takes rows ``p * chunk`` and following of the ``group`` rows whose sums are one."""
     x_type = sum_ptr.dtype.element_ty
-    begin = tl.program_id(1).to(tl.int64) * group
-    end = tl.minimum(begin + group, begin + (tl.program_id(0) + 1).to(tl.int64) * chunk)
-    begin += tl.program_id(0).to(tl.int64) * chunk
+    begin = tl.program_id(0).to(tl.int64) * group
+    end = tl.minimum(begin + group, begin + (tl.program_id(1) + 1).to(tl.int64) * chunk)
+    begin += tl.program_id(1).to(tl.int64) * chunk
     seed = None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
@@ -196,7 +196,7 @@ def norm_backward(
             )  # fmt: skip
 
     if partial_ptr is not None:
-        place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+        place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         partial_ptr += place * (DYN + DY + GATE) * H
         _keep_sums((dyn_a, dy_a, gate_a), partial_ptr, H, 0, FIRST)
         if SECOND > 0:
@@ -275,7 +275,7 @@ def launch_backward(
         partials[0] = torch.empty((groups, programs, kinds, size), dtype=torch.float32, device=dy.device) if kinds else None
         chunk = triton.cdiv(triton.cdiv(group, programs), config["ROWS"]) * config["ROWS"]
         launch(
-            norm_backward, (programs, groups),
+            norm_backward, (groups, programs),
             dy, dsum, total, branch, gate, seed, weight, bias, scale, None if rms else mean, rstd,
             dx, dbranch, dgate if each else None, dscale if each else None, dshift if each else None, partials[0],
             group, chunk, row_length(total), dy_outer, dy_inner, dsum_outer, dsum_inner, sum_outer, sum_inner,
@@ -311,7 +311,7 @@ def launch_backward(
             for value in (dweight, dbias)
         )
         launch(
-            column_sums, (triton.cdiv(size, _COLUMNS), groups),
+            column_sums, (groups, triton.cdiv(size, _COLUMNS)),
             partials[0], weight, bias, None if each else scale, each_weight, each_bias,
             None if each else dscale, None if each else dshift, None if each else dgate,
             config["PROGRAMS"], stride(scale), H=size, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, **sums, num_warps=4,

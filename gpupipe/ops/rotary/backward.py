@@ -293,7 +293,7 @@ def launch_backward(
     run(config)
     if summed:
         launch(
-            column_sums, (triton.cdiv(summed, _COLUMNS), 2),
+            column_sums, (2, triton.cdiv(summed, _COLUMNS)),
             partials[0], None, None, None, dweights, None, None, None, None, config["PROGRAMS"], 0,
             H=summed, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, DYN=True, DY=False, GATE=False, num_warps=4,
         )  # fmt: skip

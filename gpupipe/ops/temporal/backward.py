@@ -206,7 +206,7 @@ def _add(partial: torch.Tensor, into: torch.Tensor) -> None:
 def _sum(partial: torch.Tensor, into: torch.Tensor, each: int) -> None:
     dim = into.shape[-1]
     launch(
-        column_sums, (triton.cdiv(dim, _COLUMNS), into.numel() // dim),
+        column_sums, (into.numel() // dim, triton.cdiv(dim, _COLUMNS)),
         partial, None, None, None, into, None, None, None, None, each, 0,
         H=dim, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, DYN=True, DY=False, GATE=False, num_warps=4,
     )  # fmt: skip
