@@ -19,6 +19,10 @@ hypothesis.settings.load_profile("gpupipe")
 
 ROOT = Path(__file__).resolve().parent.parent
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the cores. Threads of their own would wait for each other in busy loops, for minutes on few cores.
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run on the CPU
 

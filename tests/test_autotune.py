@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import multiprocessing
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from gpupipe.device import autotune
-from gpupipe.device.autotune import Machine, choose, streaming_us
+from gpupipe.device.autotune import Machine, choose, streaming_us, unlike
 from gpupipe.errors import ConfigError
 
 H200 = Machine("some GPU", 132)
@@ -52,6 +53,7 @@ def lab(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     monkeypatch.setattr(autotune, "cold_us", found.cold_us)
     monkeypatch.setattr(autotune, "machine", lambda device: H200)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     monkeypatch.setattr(autotune, "_chosen", {})
     monkeypatch.delenv("GPUPIPE_AUTOTUNE", raising=False)
     return found
@@ -78,7 +80,7 @@ def test_a_later_process_reads_the_winner(lab: Lab, monkeypatch: pytest.MonkeyPa
     assert lab.choose(("bf16", 2048)) == 1, "another shape is another question"
 
 
-@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"winner": 3}', b'{"winner": {"ROWS": 99, "num_warps": 4}}'])
+@pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"winner": 3}', b'{"winner": {"ROWS": "3", "num_warps": 4}}'])
 def test_a_damaged_or_outdated_file_is_as_good_as_none(
     lab: Lab, damage: bytes, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +126,48 @@ def test_what_does_not_fit_is_left_out(lab: Lab) -> None:
     assert lab.choose() in (2, 4)
     lab.us = lambda rows: math.nan
     assert lab.choose(("other",)) == 1
+
+
+def test_a_winner_of_another_size_of_the_bucket_serves(lab: Lab, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lab.choose()
+    (file,) = (fresh_cache / "autotune").iterdir()
+    file.write_bytes(b'{"winner": {"ROWS": 77, "num_warps": 4}}')
+    forget(monkeypatch)
+    assert lab.choose() == 77
+    assert len(lab.timed) == 6
+
+
+def test_noise_does_not_move_the_models_first_choice(lab: Lab) -> None:
+    lab.us = lambda rows: 100.0 if rows == 1 else 98.0
+    assert lab.choose() == 1
+    lab.us = lambda rows: 100.0 if rows != 4 else 90.0
+    assert lab.choose(("other",)) == 4
+
+
+def test_deterministic_mode_times_nothing(lab: Lab) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert lab.choose() == 1
+        assert not lab.timed
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert lab.choose() == 3
+
+
+def test_short_memory_is_no_verdict_for_later_processes(lab: Lab, fresh_cache: Path) -> None:
+    def us(rows: int) -> float:
+        if rows == 3:
+            raise torch.cuda.OutOfMemoryError("no room for the flush")
+        return abs(rows - 3)
+
+    lab.us = us
+    assert lab.choose() in (2, 4)
+    assert not (fresh_cache / "autotune").exists()
+
+
+def test_candidates_that_come_to_one_launch_are_tried_once() -> None:
+    many = [{"ROWS": 1, "PER_SM": per_sm} for per_sm in (1, 2, 4, 8)]
+    assert unlike(many, lambda config: min(300, 132 * config["PER_SM"])) == many[:3]
 
 
 def test_another_fault_is_not_hidden(lab: Lab) -> None:

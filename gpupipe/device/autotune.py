@@ -1,8 +1,8 @@
 """Which way to launch a kernel: candidates, ranked by a model of the machine, the best few timed, the winner kept on disk.
 
 ``GPUPIPE_AUTOTUNE`` says how much: ``full`` (the default) times what the model ranks highest, ``cached`` takes an earlier run's
-winner and else the model's first choice, ``off`` always the model's first choice. Nothing is timed on the CPU, or while a CUDA
-graph is being captured.
+winner and else the model's first choice, ``off`` always the model's first choice. Nothing is timed on the CPU, while a CUDA
+graph is being captured, or where ``torch.use_deterministic_algorithms`` asks for the same bits in every run.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ Config = Mapping[str, int]
 TIMED = 6
 """Candidates that are timed, of those that the model ranks highest."""
 _ROUNDS = 5
+_LONG_US = 10_000
+"""A call that takes as long is timed once: the differences that matter show."""
+_CLOSE = 1.03
+"""The model's first choice stays unless another is faster by more: noise should not decide."""
+_SPIN_CYCLES = 10_000_000
+"""How long the GPU waits before it is timed, so that it does not wait for the host between two launches: some 5 ms."""
 _FLUSH_BYTES = 256 << 20
 """More than any L2 holds: written between two timings, so that inputs come from memory as they do in a training step."""
 _VERSION = 1
@@ -102,6 +108,14 @@ def streaming_us(
     return total_bytes / gpu.bytes_per_us * max(1.0, needed / under_way) * (1 + (idle - 1) * 0.5) * spill
 
 
+def unlike(candidates: Sequence[dict[str, int]], programs: Callable[[Config], int]) -> list[dict[str, int]]:
+    """Candidates of a persistent kernel without those that come to the same launch: ``PER_SM`` may be more than enough."""
+    found: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
+    for config in candidates:
+        found.setdefault(tuple({**config, "PER_SM": programs(config)}.items()), config)
+    return list(found.values())
+
+
 def choose(
     op: str,
     key: tuple[Any, ...],
@@ -137,13 +151,15 @@ def _choose(
     mode = os.environ.get("GPUPIPE_AUTOTUNE", "full")
     if mode not in ("off", "cached", "full"):
         raise ConfigError(f"GPUPIPE_AUTOTUNE is {mode!r}", fix="set it to off, cached or full")
+    import torch
+
     ranked = sorted(candidates(), key=cost)
     if device.type != "cuda" or mode == "off":
         _chosen[op, key, device] = ranked[0]
         return ranked[0]
-    import torch
-
-    with _tuning:
+    if torch.are_deterministic_algorithms_enabled():
+        return ranked[0]
+    with _tuning, torch.cuda.device(device):
         if (found := _chosen.get((op, key, device))) is not None:
             return found
         name = _file_name(op, key, device)
@@ -151,10 +167,10 @@ def _choose(
         if stored is None and mode == "full" and len(ranked) > 1:
             if torch.cuda.is_current_stream_capturing():
                 return ranked[0]  # not kept: a later call may time
-            stored = _fastest(op, key, ranked[:TIMED], run)
-            disk.write(
-                disk.cache_dir() / disk.LAUNCHES / name, json.dumps({"key": [op, *key], "winner": dict(stored)}).encode()
-            )
+            stored, certain = _fastest(op, key, ranked[:TIMED], run)
+            if certain:
+                record = json.dumps({"key": [op, *key], "winner": dict(stored)})
+                disk.write(disk.cache_dir() / disk.LAUNCHES / name, record.encode())
         winner = stored if stored is not None else ranked[0]
         _chosen[op, key, device] = winner
         return winner
@@ -163,22 +179,41 @@ def _choose(
 def _file_name(op: str, key: tuple[Any, ...], device: torch.device) -> str:
     import torch
 
-    parts = [_VERSION, op, *key, machine(device).name, torch.version.cuda, jit.triton.__version__]
+    cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    versions = [torch.__version__, torch.version.cuda, cudnn, jit.triton.__version__]
+    parts = [_VERSION, op, *key, machine(device).name, *versions]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32] + ".json"
 
 
 def _stored(name: str, candidates: Sequence[Config]) -> Config | None:
-    """An earlier winner, if it is still among the candidates; a damaged file is as good as none."""
+    """An earlier winner, if it is of the candidates' kind; a damaged file is as good as none.
+
+    It need not be one of them: which are worth a try depends on sizes that a key has in buckets.
+    """
     try:
         winner = json.loads((disk.cache_dir() / disk.LAUNCHES / name).read_bytes())["winner"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return next((candidate for candidate in candidates if dict(candidate) == winner), None)
+    kind = dict.fromkeys(candidates[0], int)
+    return winner if isinstance(winner, dict) and {name: type(value) for name, value in winner.items()} == kind else None
 
 
-def _fastest(op: str, key: tuple[Any, ...], candidates: Sequence[Config], run: Callable[[Config], object]) -> Config:
-    """Times each candidate with inputs out of L2; one that does not compile or fit is left out."""
+class DoesNotFit(Exception):
+    """A candidate cannot serve these inputs: raised by what is timed."""
+
+
+def _fastest(
+    op: str, key: tuple[Any, ...], candidates: Sequence[Config], run: Callable[[Config], object]
+) -> tuple[Config, bool]:
+    """Times each candidate with inputs out of L2; one that does not compile or fit is left out.
+
+    Returns:
+        The winner, and whether a later process should go by it: not if memory was too short to try them all.
+    """
+    import torch
+
     times: list[float] = []
+    certain = True
     for number, candidate in enumerate(candidates):
         _tell(f"gpupipe: tuning {op} {key}: {number + 1} of {len(candidates)}")
         try:
@@ -186,18 +221,24 @@ def _fastest(op: str, key: tuple[Any, ...], candidates: Sequence[Config], run: C
         except Exception as error:
             if not _does_not_fit(error):
                 raise
+            certain = certain and not isinstance(error, torch.cuda.OutOfMemoryError)
             log.debug("candidate %s of %s does not fit: %s", dict(candidate), op, error)
             times.append(math.inf)
     _tell("")
     best = min(range(len(times)), key=times.__getitem__)
     if math.isinf(times[best]):
-        return candidates[0]  # and the launch itself says what is wrong
+        return candidates[0], False  # and the launch itself says what is wrong
+    if times[0] <= _CLOSE * times[best]:
+        best = 0
     log.info("tuned %s %s: %s, %.1f us", op, key, dict(candidates[best]), times[best])
-    return candidates[best]
+    return candidates[best], certain
 
 
 def _does_not_fit(error: Exception) -> bool:
-    return type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError")
+    import torch
+
+    named = type(error).__name__ in ("OutOfResources", "CompilationError", "PTXASError")
+    return named or isinstance(error, DoesNotFit | torch.cuda.OutOfMemoryError)
 
 
 def cold_us(run: Callable[[], object], rounds: int = _ROUNDS) -> float:
@@ -206,16 +247,22 @@ def cold_us(run: Callable[[], object], rounds: int = _ROUNDS) -> float:
 
     run()  # compiles
     flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    spans = []
-    for _ in range(rounds):
-        flush.zero_()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        run()
-        end.record()
-        spans.append((begin, end))
-    torch.cuda.synchronize()
-    return 1e3 * float(statistics.median(begin.elapsed_time(end) for begin, end in spans))
+
+    def timed(rounds: int) -> list[float]:
+        torch.cuda._sleep(_SPIN_CYCLES)  # type: ignore[no-untyped-call]
+        spans = []
+        for _ in range(rounds):
+            flush.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin.record()
+            run()
+            end.record()
+            spans.append((begin, end))
+        spans[-1][1].synchronize()  # this stream's work alone: another may wait for what this process is yet to send
+        return [1e3 * begin.elapsed_time(end) for begin, end in spans]
+
+    (first,) = timed(1)
+    return first if first > _LONG_US else statistics.median(timed(rounds))
 
 
 def _tell(text: str) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch.library import Library, infer_schema, register_autograd, register_fake
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _library = Library("gpupipe", "DEF")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -21,10 +23,15 @@ def watched(*tensors: torch.Tensor | None) -> bool:
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._len_torch_function_stack() > 0
+        or (torch._C._len_torch_function_stack() > 0 and not _only_a_default_device())
         or torch._C._are_functorch_transforms_active()
         or any(tensor is not None and type(tensor) not in _PLAIN for tensor in tensors)
     )
+
+
+def _only_a_default_device() -> bool:
+    """True when the only mode is that of ``torch.set_default_device``, which has no say where a device is given."""
+    return all(type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
 
 
 class Op:

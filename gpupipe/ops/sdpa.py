@@ -7,6 +7,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from gpupipe.device import autotune
+from gpupipe.device.stream import is_cuda_fault
+from gpupipe.ops.op import watched
 
 _CUDNN, _FLASH, _EFFICIENT, _MATH = (
     SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH,
@@ -55,7 +57,7 @@ def _order(
 ) -> list[SDPBackend]:
     """Backends in the order in which to try them: the fastest measured first, else by rule."""
     order = preferred(q.dtype, q.shape[3], k.shape[1], bias is not None, torch.cuda.get_device_capability(q.device))
-    if torch.compiler.is_compiling() or type(q) not in (torch.Tensor, torch.nn.Parameter):
+    if watched(q, k, v, bias):
         return order
     params = torch.backends.cuda.SDPAParams(q, k, v, bias, 0.0, causal, False)
     able = {
@@ -71,14 +73,24 @@ def _order(
 
     def run(config: autotune.Config) -> None:
         few = min(q.shape[0], flash_samples(q, k), _MOST_SAMPLES)
-        with torch.enable_grad() if needed else torch.no_grad(), sdpa_kernel([_BACKENDS[config["BACKEND"]]]):
+        with (
+            torch.enable_grad() if needed else torch.no_grad(),
+            # The caller may keep what is saved elsewhere, or make it again, as checkpoints do: not for what is timed.
+            torch.autograd.graph.saved_tensors_hooks(_same, _same),
+            sdpa_kernel([_BACKENDS[config["BACKEND"]]]),
+        ):
             sides = [side[:few].detach().requires_grad_(needed) for side in (q, k, v)]
             own_bias = bias[:few] if bias is not None and bias.dim() == 4 and bias.shape[0] > 1 else bias
-            out = scaled_dot_product_attention(
-                sides[0], sides[1], sides[2], attn_mask=own_bias, is_causal=causal, scale=scale
-            )  # fmt: skip
-            if needed:
-                torch.autograd.grad(out, sides, torch.empty_like(out))
+            try:
+                out = scaled_dot_product_attention(
+                    sides[0], sides[1], sides[2], attn_mask=own_bias, is_causal=causal, scale=scale
+                )  # fmt: skip
+                if needed:
+                    torch.autograd.grad(out, sides, out.detach())
+            except RuntimeError as error:  # a backend may refuse what it said it could do
+                if is_cuda_fault(error) or isinstance(error, torch.cuda.OutOfMemoryError):
+                    raise
+                raise autotune.DoesNotFit(str(error)) from error
 
     size = [(value - 1).bit_length() for value in (q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
     key = (str(q.dtype), *size, q.shape[3], bias is not None, causal, needed)
@@ -86,6 +98,10 @@ def _order(
     first = autotune.choose("attention", key, q.device, lambda: candidates, lambda config: ranks[config["BACKEND"]], run)
     best = _BACKENDS[first["BACKEND"]]
     return [best, *(backend for backend in order if backend != best)]
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def preferred(dtype: torch.dtype, dim: int, heads: int, biased: bool, capability: tuple[int, int]) -> list[SDPBackend]:
@@ -111,12 +127,14 @@ def along_time(
     visible = None
     if mask is not None:
         visible = mask[:, None, :] & torch.ones(frames, frames, dtype=torch.bool, device=q.device).tril(0 if causal else frames)
+        blind = ~visible.any(-1, keepdim=True)
+        visible = visible | (blind & torch.eye(frames, dtype=torch.bool, device=q.device))  # a backward would make NaN of none
     made = []
     for at in range(q.shape[0]):
         q_rows, k_rows, v_rows = (side[at].unflatten(0, (frames, -1)).permute(1, 2, 0, 3) for side in (q, k, v))
         bias = None if visible is None else visible[at, None, None]
         out = attend(q_rows, k_rows, v_rows, bias, causal=causal and bias is None, scale=scale)
         if visible is not None:
-            out = out.masked_fill(~visible[at].any(-1)[:, None], 0.0)
+            out = out.masked_fill(blind[at], 0.0)
         made.append(out.permute(2, 0, 1, 3).flatten(0, 1))
     return torch.stack(made) if len(made) != 1 else made[0][None]

@@ -118,6 +118,7 @@ def test_ops_work_where_triton_is_not_installed() -> None:
 
 
 def test_who_is_watched() -> None:
+    from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     x = torch.randn(2)
@@ -129,12 +130,17 @@ def test_who_is_watched() -> None:
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             return function(*args, **(kwargs or {}))
 
+    class FunctionMode(TorchFunctionMode):
+        pass
+
     assert not watched(x, None, torch.nn.Parameter(x))
     assert watched(x.as_subclass(Subclass))
     with Mode():
         assert watched(x)
     with torch.device("cpu"):
-        assert watched(x)
+        assert not watched(x), "a default device has no say where one is given"
+        with FunctionMode():
+            assert watched(x)
     assert not watched(x)
     seen: list[bool] = []
     torch.func.vmap(lambda y: (seen.append(watched(y)), y)[1])(torch.randn(3, 2))

@@ -14,6 +14,7 @@ from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops import activations
 from gpupipe.ops.activation.forward import inner_rows, pre_activation, starts
 from gpupipe.ops.activation.tiles import backward_candidates, backward_us
+from gpupipe.ops.activation.tiles import programs as sharing
 from gpupipe.ops.activations import curve
 from gpupipe.ops.dropout import dropping, kept
 from gpupipe.ops.layout import bucket, rows, stride, wide
@@ -189,11 +190,12 @@ def launch_act_backward(
     dy, dy_outer, dy_inner = steps[0]
     x, x_outer, x_inner = (None, 0, 0) if x is None else steps[1]
     threshold, keep_scale = dropping(p)
+    gpu = machine(dy.device)
     sums: list[torch.Tensor | None] = [None, None]
     kept_sums = (1 + glu) * (like_bias is not None) + (want_gate and not each)
 
     def run(config: Config) -> None:
-        programs = config["PROGRAMS"]
+        programs = sharing(gpu, config, size, group, groups)
         wide_sums = {"dtype": torch.float32, "device": dy.device}
         if like_bias is not None:
             sums[0] = torch.empty((1, groups * programs, size * (1 + glu)), **wide_sums)  # type: ignore[call-overload]
@@ -208,7 +210,6 @@ def launch_act_backward(
             ROUND=conservative, EACH=each, num_warps=config["num_warps"],
         )  # fmt: skip
 
-    gpu = machine(dy.device)
     reads = 1 + (x is not None) * (1 + glu) + each
     writes = want_x * (1 + glu) + want_act + (dgate is not None)
     row_bytes = size * (dy.element_size() + (reads - 1 + writes) * x_type.itemsize)
@@ -220,7 +221,7 @@ def launch_act_backward(
     config = choose(
         "act_backward", key, dy.device,
         lambda: backward_candidates(gpu, size, group, groups, kept_sums > 0),
-        lambda config: backward_us(gpu, config, count, groups, size, row_bytes, reads, writes, kept_sums, held),
+        lambda config: backward_us(gpu, config, group, groups, size, row_bytes, reads, writes, kept_sums, held),
         run,
     )  # fmt: skip
     run(config)

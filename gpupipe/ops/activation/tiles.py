@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupipe.device.autotune import Config, Machine, streaming_us
+from gpupipe.device.autotune import Config, Machine, streaming_us, unlike
 
 _WIDTHS = (128, 256, 512, 1024)
 _SMALLEST = 4
@@ -48,20 +48,23 @@ def backward_candidates(gpu: Machine, columns: int, group: int, groups: int, sum
     """The same, and how many programs share the rows of a group: all that the GPU holds if they keep sums, else one a tile."""
     found = []
     for tile in _tiles(columns):
-        across = -(-columns // tile["COLS"])
-        steps = -(-group // tile["ROWS"])
         for per_sm in (2, 4, 8) if summing else (0,):
             if tile["num_warps"] * per_sm > gpu.warps:
                 continue
-            programs = max(1, min(steps, -(-gpu.sms * per_sm // (across * groups)))) if summing else steps
-            found += [{**tile, "PROGRAMS": programs, "num_stages": stages} for stages in ((1, 2) if summing else (1,))]
-    return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
+            found += [{**tile, "PER_SM": per_sm, "num_stages": stages} for stages in ((1, 2) if summing else (1,))]
+    return unlike(found, lambda config: programs(gpu, config, columns, group, groups))
+
+
+def programs(gpu: Machine, config: Config, columns: int, group: int, groups: int) -> int:
+    """How many share the rows of a group: one a tile where ``PER_SM`` is 0, else as many as the GPU is to hold."""
+    steps, across = -(-group // config["ROWS"]), -(-columns // config["COLS"])
+    return max(1, min(steps, -(-gpu.sms * config["PER_SM"] // (across * groups)))) if config["PER_SM"] else steps
 
 
 def backward_us(
     gpu: Machine,
     config: Config,
-    count: int,
+    group: int,
     groups: int,
     columns: int,
     row_bytes: int,
@@ -76,13 +79,14 @@ def backward_us(
     """
     elements = config["ROWS"] * config["COLS"]
     each = elements / (config["num_warps"] * 32)
-    programs = config["PROGRAMS"] * groups * -(-columns // config["COLS"])
+    sharing = programs(gpu, config, columns, group, groups)
+    started = sharing * groups * -(-columns // config["COLS"])
     tile_bytes = elements * row_bytes // columns * reads // (reads + writes)
-    uneven = -(-programs // gpu.sms) * gpu.sms / programs  # the last program of the busiest SM ends late
+    uneven = -(-started // gpu.sms) * gpu.sms / started  # the last program of the busiest SM ends late
     return _unfit(config, columns) * (0.7 + 0.3 * uneven) * streaming_us(
         gpu,
-        total_bytes=count * row_bytes + 2 * 4 * sums * config["PROGRAMS"] * groups * columns,
-        programs=programs,
+        total_bytes=group * groups * row_bytes + 2 * 4 * sums * sharing * groups * columns,
+        programs=started,
         tile_bytes=tile_bytes * config["num_stages"],
         warps=config["num_warps"],
         registers=int(26 + each * (1.5 + reads + sums + held * config["num_stages"])),

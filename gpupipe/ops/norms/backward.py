@@ -17,6 +17,7 @@ from gpupipe.ops.dropout import dropping, kept
 from gpupipe.ops.layout import bucket, row_length, row_starts, rows, stride, wide
 from gpupipe.ops.norms.forward import modulation
 from gpupipe.ops.norms.tiles import backward_candidates, backward_us
+from gpupipe.ops.norms.tiles import programs as sharing
 from gpupipe.ops.sums import column_sums
 
 
@@ -268,10 +269,11 @@ def launch_backward(
     if branch is not None:
         branch, branch_outer, branch_inner = rows(branch)
     threshold, keep_scale = dropping(p)
+    gpu = machine(dy.device)
     partials: list[torch.Tensor | None] = [None]
 
     def run(config: Config) -> None:
-        programs = config["PROGRAMS"]
+        programs = sharing(gpu, config, group, groups)
         partials[0] = torch.empty((groups, programs, kinds, size), dtype=torch.float32, device=dy.device) if kinds else None
         chunk = triton.cdiv(triton.cdiv(group, programs), config["ROWS"]) * config["ROWS"]
         launch(
@@ -285,7 +287,6 @@ def launch_backward(
         )  # fmt: skip
 
     passes = 3 + (dsum is not None) + (branch is not None) + (dbranch is not None) + each * (len(modulations) + 1)
-    gpu = machine(dy.device)
     key = (
         str(total.dtype),
         size,
@@ -300,7 +301,7 @@ def launch_backward(
     config = choose(
         "norm_backward", key, dy.device,
         lambda: backward_candidates(gpu, size, group, groups),
-        lambda config: backward_us(gpu, config, count, groups, size, total.element_size(), passes, kinds),
+        lambda config: backward_us(gpu, config, group, groups, size, total.element_size(), passes, kinds),
         run,
     )  # fmt: skip
     run(config)
@@ -314,7 +315,7 @@ def launch_backward(
             column_sums, (groups, triton.cdiv(size, _COLUMNS)),
             partials[0], weight, bias, None if each else scale, each_weight, each_bias,
             None if each else dscale, None if each else dshift, None if each else dgate,
-            config["PROGRAMS"], stride(scale), H=size, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, **sums, num_warps=4,
+            sharing(gpu, config, group, groups), stride(scale), H=size, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, **sums, num_warps=4,
         )  # fmt: skip
         if not alone:
             dweight = None if each_weight is None or weight is None else each_weight.sum(0).to(weight.dtype)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupipe.device.autotune import Config, Machine, streaming_us
+from gpupipe.device.autotune import Config, Machine, streaming_us, unlike
 from gpupipe.ops.layout import parts
 
 LARGEST = 16384
@@ -48,24 +48,28 @@ def backward_candidates(gpu: Machine, size: int, group: int, groups: int) -> lis
             for per_sm in (1, 2, 4, 8):
                 if warps * per_sm > gpu.warps:
                     continue
-                programs = max(1, min(-(-group // tile_rows), gpu.sms * per_sm // groups))
-                config = {"ROWS": tile_rows, "FIRST": first, "SECOND": second, "PROGRAMS": programs, "num_warps": warps}
+                config = {"ROWS": tile_rows, "FIRST": first, "SECOND": second, "PER_SM": per_sm, "num_warps": warps}
                 found += [{**config, "num_stages": stages} for stages in (1, 2)]
-    return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
+    return unlike(found, lambda config: programs(gpu, config, group, groups))
+
+
+def programs(gpu: Machine, config: Config, group: int, groups: int) -> int:
+    """How many share the rows of a group: as many as the GPU is to hold, but no more than there are tiles."""
+    return max(1, min(-(-group // config["ROWS"]), gpu.sms * config["PER_SM"] // groups))
 
 
 def backward_us(
-    gpu: Machine, config: Config, count: int, groups: int, size: int, item_bytes: int, passes: int, sums: int
+    gpu: Machine, config: Config, group: int, groups: int, size: int, item_bytes: int, passes: int, sums: int
 ) -> float:
     """Estimated time of the backward kernel: ``passes`` over the input, and the partial sums written and read."""
-    tile_rows, warps, programs = config["ROWS"], config["num_warps"], config["PROGRAMS"]
+    tile_rows, warps, sharing = config["ROWS"], config["num_warps"], programs(gpu, config, group, groups)
     per_thread = tile_rows * (config["FIRST"] + config["SECOND"]) / (warps * 32)
     reads = (passes + 1) // 2
     ahead = config["num_stages"]
     return streaming_us(
         gpu,
-        total_bytes=count * size * item_bytes * passes + 2 * 4 * sums * programs * groups * size,
-        programs=programs * groups,
+        total_bytes=group * groups * size * item_bytes * passes + 2 * 4 * sums * sharing * groups * size,
+        programs=sharing * groups,
         tile_bytes=tile_rows * size * item_bytes * reads * ahead,
         warps=warps,
         registers=int(40 + per_thread * (sums + 2 + reads)),

@@ -15,6 +15,7 @@ from gpupipe.ops.packed import like_sides, sides, stepped, strides
 from gpupipe.ops.rotary.forward import _vector, heads_of, load_weights, place
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn_back
 from gpupipe.ops.rotary.tiles import backward_candidates, backward_us, bucket
+from gpupipe.ops.rotary.tiles import programs as sharing
 from gpupipe.ops.sums import column_sums
 
 
@@ -265,10 +266,11 @@ def launch_backward(
     out_sample, out_token, _ = strides(dq_out)
     bases, constants = table_arguments(lengths, pairs)
     table = None if table is None else aligned(table)
+    gpu = machine(x.device)
     partials: list[torch.Tensor | None] = [None]
 
     def run(config: Config) -> None:
-        programs = config["PROGRAMS"]
+        programs = sharing(gpu, config, count)
         if summed:
             partials[0] = torch.empty((2, programs, summed), dtype=torch.float32, device=x.device)
         cut = {name: config[name] for name in ("HA", "PA", "HB", "PB", "H1", "F1", "num_warps")}
@@ -282,7 +284,6 @@ def launch_backward(
             INTERLEAVED=interleaved, NORM=norm, SUMMED=summed, STAGES=config["num_stages"], **constants, **cut,
         )  # fmt: skip
 
-    gpu = machine(x.device)
     key = (str(x.dtype), heads, dim, bucket(count), interleaved, norm, summed, dv is not None, *pairs)
     config = choose(
         "qk_backward", key, x.device,
@@ -294,7 +295,7 @@ def launch_backward(
     if summed:
         launch(
             column_sums, (2, triton.cdiv(summed, _COLUMNS)),
-            partials[0], None, None, None, dweights, None, None, None, None, config["PROGRAMS"], 0,
+            partials[0], None, None, None, dweights, None, None, None, None, sharing(gpu, config, count), 0,
             H=summed, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, DYN=True, DY=False, GATE=False, num_warps=4,
         )  # fmt: skip
     return dx, none if k is None else dk_out, dweights

@@ -20,7 +20,10 @@ from gpupipe.ops.rotary.tiles import bucket, forward_candidates, forward_us
 def heads_of(row, HEAD_STRIDE: tl.constexpr, H0: tl.constexpr, HN: tl.constexpr, HEADS: tl.constexpr):
     """Pointers (HN, 1) to where heads ``H0`` and following start, and which of them are there."""
     heads = H0 + tl.arange(0, HN)[:, None]
-    return row + heads * HEAD_STRIDE, heads < HEADS
+    live = heads < HEADS
+    if HEADS * HEAD_STRIDE >= 2147483648:
+        heads = heads.to(tl.int64)
+    return row + heads * HEAD_STRIDE, live
 
 
 @jit

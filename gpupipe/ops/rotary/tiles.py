@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupipe.device.autotune import Config, Machine, streaming_us
+from gpupipe.device.autotune import Config, Machine, streaming_us, unlike
 
 LARGEST = 16384
 """Elements of a token's queries; more do not fit in the registers of a program."""
@@ -83,23 +83,27 @@ def backward_candidates(gpu: Machine, heads: int, dim: int, count: int) -> list[
             continue
         for per_sm in (1, 2, 4, 8):
             if warps * per_sm <= gpu.warps:
-                programs = max(1, min(count, gpu.sms * per_sm // 2))
-                config = {**cut, "PROGRAMS": programs, "num_warps": warps}
+                config = {**cut, "PER_SM": per_sm, "num_warps": warps}
                 found += [{**config, "num_stages": stages} for stages in (1, 2)]
-    return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
+    return unlike(found, lambda config: programs(gpu, config, count))
+
+
+def programs(gpu: Machine, config: Config, count: int) -> int:
+    """How many share the tokens of a tensor: as many as the GPU is to hold, but no more than there are tokens."""
+    return max(1, min(count, gpu.sms * config["PER_SM"] // 2))
 
 
 def backward_us(
     gpu: Machine, config: Config, count: int, size: int, item_bytes: int, reads: int, summed: int
 ) -> float:  # fmt: skip
     """Estimated time of the backward kernel: ``reads`` reads and one write of queries and keys; ``summed`` columns of sums."""
-    warps, programs, ahead = config["num_warps"], config["PROGRAMS"], config["num_stages"]
+    warps, sharing, ahead = config["num_warps"], programs(gpu, config, count), config["num_stages"]
     per_thread = _elements(config) / (warps * 32)
     prefetch = 1 + 0.01 * (ahead > 1)  # its loads are narrower: only where measured
     return prefetch * streaming_us(
         gpu,
-        total_bytes=2 * (reads + 1) * count * size * item_bytes + 2 * 4 * 2 * programs * summed,
-        programs=2 * programs,
+        total_bytes=2 * (reads + 1) * count * size * item_bytes + 2 * 4 * 2 * sharing * summed,
+        programs=2 * sharing,
         tile_bytes=size * item_bytes * reads * ahead,
         warps=warps,
         registers=int(44 + per_thread * (1 + reads + (summed > 0))),

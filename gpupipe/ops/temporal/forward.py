@@ -32,7 +32,7 @@ def tile_place(program, pixels, HEADS: tl.constexpr, FRAMES: tl.constexpr, ROWS:
 def row_pointers(x_ptr, sample, frame, pixel, pixels, head, sample_stride, token_stride, HEAD_STRIDE: tl.constexpr):
     """Where rows start, (ROWS, 1)."""
     token = frame.to(tl.int64) * pixels + pixel
-    return x_ptr + (sample.to(tl.int64) * sample_stride + head * HEAD_STRIDE) + token * token_stride
+    return x_ptr + (sample.to(tl.int64) * sample_stride + head.to(tl.int64) * HEAD_STRIDE) + token * token_stride
 
 
 @jit
