@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpupipe.errors import ShapeError
+from gpupipe.errors import ConfigError, ShapeError
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -55,3 +55,13 @@ def same_shape(name: str, x: torch.Tensor, like: torch.Tensor, other: str = "x")
     floating(name, x, like=like)
     if x.shape != like.shape:
         raise refuse(name, x, f"{tuple(like.shape)}, as {other} is")
+
+
+def share(p: float) -> None:
+    """A share to drop.
+
+    Raises:
+        ConfigError: when it is none.
+    """
+    if not 0 <= p <= 1:
+        raise ConfigError(f"p is {p}", fix="p is the share to drop, from 0 to 1")

@@ -8,6 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpupipe.device import autotune
 from gpupipe.device.stream import is_cuda_fault
+from gpupipe.ops.layout import bucket
 from gpupipe.ops.op import watched
 
 _CUDNN, _FLASH, _EFFICIENT, _MATH = (
@@ -92,7 +93,7 @@ def _order(
                     raise
                 raise autotune.DoesNotFit(str(error)) from error
 
-    size = [(value - 1).bit_length() for value in (q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
+    size = [bucket(value) for value in (q.shape[0], q.shape[1], q.shape[2], k.shape[2])]
     key = (str(q.dtype), *size, q.shape[3], bias is not None, causal, needed)
     ranks = {_BACKENDS.index(backend): float(place) for place, backend in enumerate(order)}
     first = autotune.choose("attention", key, q.device, lambda: candidates, lambda config: ranks[config["BACKEND"]], run)

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Literal, Self, get_args
 
+import torch
+
+from gpupipe.device.jit import serves
 from gpupipe.errors import ConfigError
 
 Implementation = Literal["kernel", "reference"]
@@ -75,6 +78,11 @@ def use(implementation: Implementation, *names: str) -> _Undo:
 def kernel_wanted(name: str) -> bool:
     """True unless the reference was chosen for this op."""
     return (_implementations.get(name) or _implementations[ALL]) == "kernel"
+
+
+def kernel_runs(name: str, x: torch.Tensor) -> bool:
+    """True when an op's kernel is wanted, runs on x's device and takes x's type; sizes are the op's own matter."""
+    return kernel_wanted(name) and serves(x.device) and x.dtype != torch.float64
 
 
 def precision(mode: Precision) -> _Undo:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gpupipe.device.jit import jit, tl
+import torch
+
+from gpupipe.device.jit import jit, launch, tl, triton
 
 
 @jit
@@ -55,3 +57,18 @@ def column_sums(
     if GATE:
         gate = _column_sum(partial_ptr, programs, step, columns, mask, AT_ONCE)
         tl.store(dgate_ptr + m * H + columns, gate.to(dgate_ptr.dtype.element_ty), mask=mask)
+
+
+def add_up(partials: torch.Tensor, into: torch.Tensor, each: int, *, columns: int, at_once: int) -> None:
+    """Adds up every ``each`` rows of partial sums (..., C), in their order, to a row of ``into``, which is of any type.
+
+    Args:
+        columns: of a program.
+        at_once: rows that it adds at a time.
+    """
+    size = partials.shape[-1]
+    launch(
+        column_sums, (into.numel() // size, triton.cdiv(size, columns)),
+        partials, None, None, None, into, None, None, None, None, each, 0,
+        H=size, COLUMNS=columns, AT_ONCE=at_once, DYN=True, DY=False, GATE=False, num_warps=4,
+    )  # fmt: skip

@@ -18,7 +18,7 @@ def launches() -> list[Launch]:
     found: list[Launch] = []
     bf16, meta = torch.bfloat16, {"device": "meta"}
     seed = torch.empty(1, dtype=torch.int64, **meta)
-    with recording("gpupipe.ops.activation.forward", "gpupipe.ops.activation.backward") as taken:
+    with recording("gpupipe.ops.activation.forward", "gpupipe.ops.activation.backward", "gpupipe.ops.sums") as taken:
         for act, size in (("gelu_tanh", 12288), ("gelu", 12288), ("swiglu", 8192)):
             wide = torch.empty(1, ROWS, size * (2 if act == "swiglu" else 1), dtype=bf16, **meta)
             y = torch.empty(1, ROWS, size, dtype=bf16, **meta)

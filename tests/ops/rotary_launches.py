@@ -13,7 +13,7 @@ GRID = [32, 32, 32]
 
 def launches() -> list[Launch]:
     found: list[Launch] = []
-    with recording("gpupipe.ops.rotary.forward", "gpupipe.ops.rotary.backward") as taken:
+    with recording("gpupipe.ops.rotary.forward", "gpupipe.ops.rotary.backward", "gpupipe.ops.sums") as taken:
         table = torch.empty(2 * 32 * 64, device="meta")
         for name, heads, norm, interleaved in (
             ("interleaved 3072", 24, 1, True), ("half 3072", 24, 1, False), ("full 2048", 16, 2, True),

@@ -11,7 +11,7 @@ from gpupipe.ops.temporal.forward import launch_forward
 
 def launches() -> list[Launch]:
     found: list[Launch] = []
-    with recording("gpupipe.ops.temporal.forward", "gpupipe.ops.temporal.backward") as taken:
+    with recording("gpupipe.ops.temporal.forward", "gpupipe.ops.temporal.backward", "gpupipe.ops.sums") as taken:
         qkv = torch.empty(1, 32768, 3, 24, 128, dtype=torch.bfloat16, device="meta")
         table, weight = torch.empty(2 * 32 * 64, device="meta"), torch.empty(128, device="meta")
         for name, frames, fused, interleaved in (

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from gpupipe.device.jit import serves
-from gpupipe.errors import ConfigError
 from gpupipe.ops import activations, checks, settings
 from gpupipe.ops.activation import reference
 from gpupipe.ops.activation.op import act_op
@@ -54,7 +52,7 @@ def bias_act_dropout_add(
     """
     act = activations.known(activation, gated=True)
     _, glu = activations.split(act)
-    known_share(p)
+    checks.share(p)
     checks.floating("x", x)
     if x.dim() == 0 or x.shape[-1] == 0 or (glu and x.shape[-1] % 2):
         raise checks.refuse("x", x, f"(..., 2C) with columns, for {act}" if glu else "(..., C) with at least one column")
@@ -87,19 +85,4 @@ def act_pass(
 
 def served(name: str, x: torch.Tensor) -> bool:
     """True when the kernel takes rows such as those of x, and nobody asked for its twin."""
-    return (
-        settings.kernel_wanted(name)
-        and serves(x.device)
-        and x.dtype != torch.float64
-        and x.shape[:-1].numel() < _MOST_ROWS
-    )  # fmt: skip
-
-
-def known_share(p: float) -> None:
-    """Checks a share to drop.
-
-    Raises:
-        ConfigError: when it is none.
-    """
-    if not 0 <= p <= 1:
-        raise ConfigError(f"p is {p}", fix="p is the share to drop, from 0 to 1")
+    return settings.kernel_runs(name, x) and x.shape[:-1].numel() < _MOST_ROWS

@@ -18,6 +18,7 @@ from gpupipe.ops.activation.tiles import programs as sharing
 from gpupipe.ops.activations import curve
 from gpupipe.ops.dropout import dropping, kept
 from gpupipe.ops.layout import bucket, rows, stride, wide
+from gpupipe.ops.sums import add_up
 
 
 @jit
@@ -111,34 +112,8 @@ def act_backward(
         tl.store(gate_sum_ptr + place.to(tl.int64) * C + column, tl.sum(gate_sum, 0), mask=inside)
 
 
-@jit
-def add_partials(partial_ptr, sum_ptr, programs, C: tl.constexpr, COLS: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Adds up ``programs`` rows after one another, in their order, to each row of the sum; a program takes ``COLS`` columns."""
-    across: tl.constexpr = (C + COLS - 1) // COLS
-    m = (tl.program_id(0) // across).to(tl.int64)
-    columns = (tl.program_id(0) % across) * COLS + tl.arange(0, COLS)
-    partial_ptr += m * programs * C
-    total = tl.zeros((AT_ONCE, COLS), tl.float32)
-    for at in range(0, programs, AT_ONCE):
-        program = at + tl.arange(0, AT_ONCE)
-        mask = (program < programs)[:, None] & (columns < C)[None, :]
-        total += tl.load(partial_ptr + program.to(tl.int64)[:, None] * C + columns[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + m * C + columns, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=columns < C)
-
-
 _COLUMNS = 64
 _AT_ONCE = 32
-
-
-def add_up(partials: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Partial sums (M, programs, C) as their sum, in the shape and type of ``like``."""
-    groups, programs, size = partials.shape
-    total = torch.empty(like.shape, dtype=like.dtype, device=partials.device)
-    launch(
-        add_partials, (groups * triton.cdiv(size, _COLUMNS),),
-        partials, total, programs, C=size, COLS=_COLUMNS, AT_ONCE=_AT_ONCE, num_warps=4,
-    )  # fmt: skip
-    return total
 
 
 def launch_act_backward(
@@ -226,5 +201,12 @@ def launch_act_backward(
     )  # fmt: skip
     run(config)
     if sums[1] is not None and gate is not None:
-        dgate = add_up(sums[1], gate)
-    return dx, None if sums[0] is None or like_bias is None else add_up(sums[0], like_bias), dgate, activated
+        dgate = _added(sums[1], gate)
+    return dx, None if sums[0] is None or like_bias is None else _added(sums[0], like_bias), dgate, activated
+
+
+def _added(partials: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Partial sums (M, programs, C) as their sum, in the shape and type of ``like``."""
+    total = torch.empty(like.shape, dtype=like.dtype, device=partials.device)
+    add_up(partials, total, partials.shape[1], columns=_COLUMNS, at_once=_AT_ONCE)
+    return total

@@ -10,6 +10,7 @@ import torch
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops.activations import curve
+from gpupipe.ops.layout import bucket
 from gpupipe.ops.planes import (
     channel_values,
     chunks,
@@ -141,7 +142,7 @@ def finish_into(
 
     passes = 2 + (residual is not None)
     config = choose(
-        "conv_finish", (str(c.dtype), batch, channels, (size - 1).bit_length(), last, passes, activation), c.device,
+        "conv_finish", (str(c.dtype), batch, channels, bucket(size), last, passes, activation), c.device,
         lambda: map_candidates(channels, size, item, last),
         lambda config: map_us(gpu, config, batch, channels, size, item, passes),
         lambda config: run(config, torch.empty_like(y) if y is c else y),  # timing must not change what is read
@@ -181,7 +182,7 @@ def launch_backward(
         )  # fmt: skip
 
     reads, writes, sums = 1 + (c is not None), int(needs[0]), int(needs[1])
-    key = (str(dy.dtype), batch, channels, (size - 1).bit_length(), last, activation, reads, writes, sums)
+    key = (str(dy.dtype), batch, channels, bucket(size), last, activation, reads, writes, sums)
     run(
         choose(
             "conv_finish_backward", key, dy.device,

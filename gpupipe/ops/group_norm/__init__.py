@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from gpupipe.device.jit import serves
 from gpupipe.errors import ConfigError
 from gpupipe.ops import activations, checks, settings
 from gpupipe.ops.activations import Activation
@@ -59,13 +58,7 @@ def group_norm_act(
     checks.vector("bias", bias, channels, x, of="channel")
     act = activations.known(activation)
     conservative = settings.mode(precision) == "conservative"
-    if (
-        not settings.kernel_wanted("group_norm_act")
-        or not serves(x.device)
-        or x.dtype == torch.float64
-        or channels // groups > FINISH
-        or positions(x) > LARGEST
-    ):
+    if not settings.kernel_runs("group_norm_act", x) or channels // groups > FINISH or positions(x) > LARGEST:
         return reference(x, groups, weight, bias, eps, act, conservative)
     return group_norm_op(x, groups, weight, bias, eps, act, channels_last(x), conservative)[0]  # type: ignore[no-any-return]
 

@@ -13,6 +13,7 @@ from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops.activations import curve
 from gpupipe.ops.group_norm.forward import FINISH
+from gpupipe.ops.layout import bucket
 from gpupipe.ops.planes import (
     channel_values,
     chunks,
@@ -184,7 +185,7 @@ def launch_backward(
     of_dy, of_x = planes(dy, last), planes(x, last)
     weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
     gpu, item = machine(x.device), x.element_size()
-    key = (str(x.dtype), batch, channels, (size - 1).bit_length(), last)
+    key = (str(x.dtype), batch, channels, bucket(size), last)
     partials: list[torch.Tensor] = []
 
     def sums(config: Config) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import activations, checks, settings
-from gpupipe.ops.activation import act_pass, known_share, served
+from gpupipe.ops.activation import act_pass, served
 from gpupipe.ops.activations import AnyActivation
 from gpupipe.ops.linear import reference
 from gpupipe.ops.linear.act_op import linear_act_op
@@ -64,7 +64,7 @@ def linear_act(
     """
     act = activations.known(activation, gated=True)
     _, glu = activations.split(act)
-    known_share(p)
+    checks.share(p)
     checks.floating("x", x)
     _layer(x, weight, bias, "x")
     if glu and weight.shape[0] % 2:

@@ -12,7 +12,6 @@ from typing import Literal
 import torch
 from torch.nn import functional
 
-from gpupipe.device.jit import serves
 from gpupipe.errors import ConfigError
 from gpupipe.ops import checks, settings
 from gpupipe.ops.modulation import modulations
@@ -131,8 +130,7 @@ def dropout_add_norm(
         ShapeError: when an argument does not fit x.
         ConfigError: for another ``kind``, or a ``p`` that is no share.
     """
-    if not 0 <= p <= 1:
-        raise ConfigError(f"p is {p}", fix="p is the share to drop, from 0 to 1")
+    checks.share(p)
     checks.same_shape("branch", branch, x)
     return _norm(
         "dropout_add_norm", x, branch, p=p if training else 0.0, weight=weight, bias=bias, eps=eps, kind=kind,
@@ -236,7 +234,7 @@ def _norm(
     if gate is not None or scale is not None or shift is not None:
         gate, scale, shift = modulations(x, gate=gate, scale=scale, shift=shift)
     conservative = settings.mode(precision) == "conservative"
-    if not settings.kernel_wanted(name) or not serves(x.device) or x.dtype == torch.float64 or x.shape[-1] > LARGEST:
+    if not settings.kernel_runs(name, x) or x.shape[-1] > LARGEST:
         if branch is not None and p > 0:
             branch = functional.dropout(branch, p)
         return reference.norm(

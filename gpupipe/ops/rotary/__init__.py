@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 
-from gpupipe.device.jit import serves
 from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import checks, settings
 from gpupipe.ops.packed import Packed, unpack
@@ -58,13 +57,7 @@ def qk_norm_rope(
     q, k, v = unpack(qkv)
     arguments = prepared(q, q_weight, k_weight, rope, grid=grid, norm=norm, text=text, eps=eps, precision=precision)
     tokens, size = q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]
-    if (
-        not settings.kernel_wanted("qk_norm_rope")
-        or not serves(q.device)
-        or q.dtype == torch.float64
-        or size > LARGEST
-        or tokens >= 2**31
-    ):
+    if not settings.kernel_runs("qk_norm_rope", q) or size > LARGEST or tokens >= 2**31:
         shared = arguments[2:]
         return reference.norm_rope(q, q_weight, *shared), reference.norm_rope(k, k_weight, *shared), v
     if isinstance(qkv, torch.Tensor):

@@ -11,12 +11,13 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.ops.layout import bucket
 from gpupipe.ops.packed import like_sides, sides, stepped, strides
 from gpupipe.ops.rotary.forward import _vector, heads_of, load_weights, place
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn_back
-from gpupipe.ops.rotary.tiles import backward_candidates, backward_us, bucket
+from gpupipe.ops.rotary.tiles import backward_candidates, backward_us
 from gpupipe.ops.rotary.tiles import programs as sharing
-from gpupipe.ops.sums import column_sums
+from gpupipe.ops.sums import add_up
 
 
 @jit
@@ -293,9 +294,6 @@ def launch_backward(
     )  # fmt: skip
     run(config)
     if summed:
-        launch(
-            column_sums, (2, triton.cdiv(summed, _COLUMNS)),
-            partials[0], None, None, None, dweights, None, None, None, None, sharing(gpu, config, count), 0,
-            H=summed, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, DYN=True, DY=False, GATE=False, num_warps=4,
-        )  # fmt: skip
+        assert partials[0] is not None
+        add_up(partials[0], dweights, sharing(gpu, config, count), columns=_COLUMNS, at_once=_AT_ONCE)
     return dx, none if k is None else dk_out, dweights

@@ -11,9 +11,10 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.ops.layout import bucket
 from gpupipe.ops.packed import sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn
-from gpupipe.ops.rotary.tiles import bucket, forward_candidates, forward_us
+from gpupipe.ops.rotary.tiles import forward_candidates, forward_us
 
 
 @jit

@@ -109,8 +109,3 @@ def backward_us(
         registers=int(44 + per_thread * (1 + reads + (summed > 0))),
         shared_bytes=size * item_bytes * reads * (ahead - 1),
     )  # fmt: skip
-
-
-def bucket(count: int) -> int:
-    """Token counts that are tuned together: powers of two."""
-    return (count - 1).bit_length()

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from gpupipe.device.jit import serves
-from gpupipe.errors import ConfigError, ShapeError
+from gpupipe.errors import ShapeError
 from gpupipe.ops import checks, settings
 from gpupipe.ops.op import Op
 from gpupipe.ops.settings import Precision
@@ -68,8 +67,7 @@ def softmax_dropout(
         ShapeError: when an argument does not fit scores.
         ConfigError: for a ``p`` that is no share.
     """
-    if not 0 <= p <= 1:
-        raise ConfigError(f"p is {p}", fix="p is the share to drop, from 0 to 1")
+    checks.share(p)
     return _softmax("softmax_dropout", scores, mask, scale, p if training else 0.0, precision)
 
 
@@ -83,13 +81,7 @@ def _softmax(
         _fits(mask, scores)
     conservative = settings.mode(precision) == "conservative"
     columns = scores.shape[-1]
-    if (
-        not settings.kernel_wanted(name)
-        or not serves(scores.device)
-        or scores.dtype == torch.float64
-        or columns > LARGEST
-        or scores.numel() >= MOST_ROWS * max(columns, 1)
-    ):
+    if not settings.kernel_runs(name, scores) or columns > LARGEST or scores.numel() >= MOST_ROWS * max(columns, 1):
         return reference(scores, mask, scale, p, conservative)
     seed = torch.randint(2**62, (1,), device=scores.device) if p > 0 else None
     return softmax_op(scores, mask, scale, seed, p, conservative)[0]  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ import torch
 from gpupipe.device.autotune import Config, Machine, choose, machine, streaming_us
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops import layout
-from gpupipe.ops.layout import parts
+from gpupipe.ops.layout import bucket, parts
 
 LARGEST = 16384
 """Columns; longer rows do not fit in the registers of a program."""
@@ -289,7 +289,7 @@ def launch_forward(
             count, *x_steps, *steps, scale, threshold, keep_scale, H=size, ROUND=conservative, **config,
         )  # fmt: skip
 
-    key = (str(x.dtype), size, (count - 1).bit_length(), str(mask is None or mask.dtype), seed is None)
+    key = (str(x.dtype), size, bucket(count), str(mask is None or mask.dtype), seed is None)
     run(
         choose(
             "softmax_forward", key, x.device,
@@ -338,7 +338,7 @@ def launch_backward(
             count, *dy_steps, *x_steps, *steps, scale, threshold, keep_scale, H=size, ROUND=conservative, **config,
         )  # fmt: skip
 
-    key = (str(dy.dtype), size, (count - 1).bit_length(), str(mask is None or mask.dtype), seed is None, *needs)
+    key = (str(dy.dtype), size, bucket(count), str(mask is None or mask.dtype), seed is None, *needs)
     run(
         choose(
             "softmax_backward", key, dy.device,

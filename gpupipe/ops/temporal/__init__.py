@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from gpupipe.device.jit import serves
 from gpupipe.errors import ShapeError
 from gpupipe.ops import checks, settings
 from gpupipe.ops.packed import Packed, unpack
@@ -71,7 +70,7 @@ def temporal_attention(
         raise checks.refuse("mask", mask, f"a bool tensor {(q.shape[0], grid[0])} on {q.device}: (B, T)")
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     tuned = (interleaved, kind, eps, causal, scale, conservative)
-    if not settings.kernel_wanted("temporal_attention") or not serves(q.device) or q.dtype == torch.float64:
+    if not settings.kernel_runs("temporal_attention", q):
         return reference.temporal(q, k, v, mask, q_weight, k_weight, table, lengths, pairs, sizes, *tuned)
     long = grid[0] > longest(q.device) or q.shape[3] > WIDEST
     apart = norm != "head" or long or grid[0] > FUSED

@@ -11,9 +11,10 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.ops.layout import bucket
 from gpupipe.ops.packed import like_sides, sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, load_pairs, store_pairs, table_arguments, turn_back
-from gpupipe.ops.sums import column_sums
+from gpupipe.ops.sums import add_up
 from gpupipe.ops.temporal.forward import (
     live_one,
     load_side,
@@ -24,7 +25,7 @@ from gpupipe.ops.temporal.forward import (
     row_pointers,
     tile_place,
 )
-from gpupipe.ops.temporal.tiles import BACKWARD_SHARE, backward_us, bucket, candidates, padded_pairs
+from gpupipe.ops.temporal.tiles import BACKWARD_SHARE, backward_us, candidates, padded_pairs
 
 
 @jit
@@ -198,15 +199,6 @@ def _add(partial: torch.Tensor, into: torch.Tensor) -> None:
     _, count, dim = partial.shape
     if count > _AT_ONCE:
         chunks = torch.empty((2, count // _AT_ONCE, dim), dtype=torch.float32, device=partial.device)
-        _sum(partial, chunks, _AT_ONCE)
+        add_up(partial, chunks, _AT_ONCE, columns=_COLUMNS, at_once=_AT_ONCE)
         partial, count = chunks, chunks.shape[1]
-    _sum(partial, into, count)
-
-
-def _sum(partial: torch.Tensor, into: torch.Tensor, each: int) -> None:
-    dim = into.shape[-1]
-    launch(
-        column_sums, (into.numel() // dim, triton.cdiv(dim, _COLUMNS)),
-        partial, None, None, None, into, None, None, None, None, each, 0,
-        H=dim, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, DYN=True, DY=False, GATE=False, num_warps=4,
-    )  # fmt: skip
+    add_up(partial, into, count, columns=_COLUMNS, at_once=_AT_ONCE)

@@ -11,9 +11,10 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import interpreted, jit, launch, tl, triton
+from gpupipe.ops.layout import bucket
 from gpupipe.ops.packed import sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn
-from gpupipe.ops.temporal.tiles import FORWARD_SHARE, bucket, candidates, forward_us, padded_pairs
+from gpupipe.ops.temporal.tiles import FORWARD_SHARE, candidates, forward_us, padded_pairs
 
 
 @jit

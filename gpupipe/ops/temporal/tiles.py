@@ -76,8 +76,3 @@ def backward_us(
 ) -> float:  # fmt: skip
     """Estimated time of the backward kernel: four reads and three writes of every token."""
     return _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=7, reads=4, products=5, tiles=8)
-
-
-def bucket(count: int) -> int:
-    """Sequence counts that are tuned together: powers of two."""
-    return (count - 1).bit_length()
