@@ -26,7 +26,7 @@ def clone(inputs: Inputs) -> Inputs:
     copies = {}
     for name, value in inputs.items():
         copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-        copies[name] = copy.copy_(value).requires_grad_(value.requires_grad)
+        copies[name] = copy.copy_(value.detach()).requires_grad_(value.requires_grad)
     return copies
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import os
 import random
 import shutil
 import statistics
@@ -24,6 +25,7 @@ from collections import deque
 from pathlib import Path
 
 import psutil
+import pynvml
 import torch
 from common import RESULTS, Row, summarise, write_results
 from make_media import make
@@ -75,7 +77,7 @@ def heap_in_use() -> float:
 
 
 def used(device: torch.device) -> tuple[float, float, float]:
-    """(host, heap, device) memory in MiB: of this process and its children; see :func:`heap_in_use`; of the whole GPU, or 0."""
+    """(host, heap, device) memory in MiB: of this process and its children; see :func:`heap_in_use`; :func:`on_gpu`, or 0."""
     me = psutil.Process()
     host = float(me.memory_info().rss)
     for child in me.children(recursive=True):
@@ -85,8 +87,18 @@ def used(device: torch.device) -> tuple[float, float, float]:
             continue
     if device.type != "cuda":
         return host / MIB, heap_in_use(), 0.0
+    return host / MIB, heap_in_use(), on_gpu(device) / MIB
+
+
+def on_gpu(device: torch.device) -> int:
+    """Bytes that this process holds on a GPU; that everybody holds where NVML does not tell processes apart."""
+    pynvml.nvmlInit()
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+        if process.pid == os.getpid() and process.usedGpuMemory is not None:
+            return int(process.usedGpuMemory)
     free, total = torch.cuda.mem_get_info(device)
-    return host / MIB, heap_in_use(), (total - free) / MIB
+    return total - free
 
 
 def one_epoch(loader: VideoLoader, draw: random.Random, leave_early: bool, deadline: float) -> int:

@@ -73,4 +73,8 @@ esac
 say "GPU packages: $gpu; extras: ${extras:-none}"
 install_torch
 [ "$gpu" = none ] || extras="$gpu${extras:+,$extras}"
-pip_install --editable ".${extras:+[$extras]}"
+# A CPU build of torch brings no Triton. The oldest one that we serve is the one to test with: what it compiles, later ones
+# compile too, but not the other way round. Its interpreter needs a NumPy of its day.
+oldest=()
+if [ "$gpu" = none ] && [ "$(uname -s)" = Linux ] && [[ ",$extras," == *,dev,* ]]; then oldest=("triton~=3.6.0" "numpy<2.4"); fi
+pip_install --editable ".${extras:+[$extras]}" ${oldest[@]+"${oldest[@]}"}

@@ -71,8 +71,5 @@ def wide(pointer, mask):
 
 @jit
 def row_starts(pointer, row, inner, outer_stride, inner_stride):
-    """Pointers (ROWS, 1) to where rows start; None for a tensor that is not there."""
-    if pointer is None:
-        return None
-    else:
-        return pointer + ((row // inner) * outer_stride + (row % inner) * inner_stride)[:, None]
+    """Pointers (ROWS, 1) to where rows start."""
+    return pointer + ((row // inner) * outer_stride + (row % inner) * inner_stride)[:, None]

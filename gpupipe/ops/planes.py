@@ -137,7 +137,7 @@ def map_candidates(channels: int, size: int, item_bytes: int, last: bool) -> lis
     """Tiles for a kernel that turns each element into one other."""
     found = []
     for warps in (4, 8):
-        for vectors in (4, 8, 2):
+        for vectors in (4, 2):
             for steps, width in _shapes(channels, size, last, 32 * warps * vectors * (_VECTOR_BYTES // item_bytes)):
                 found.append({"POSITIONS": steps, "CHANNELS": width, "num_warps": warps})
     return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]

@@ -136,6 +136,7 @@ def test_captured_in_a_graph() -> None:
     qkv, weight, rope = given()
     expected = work(qkv, weight, rope)
     gradients = torch.autograd.grad(expected.sum(), (qkv, weight))
+    expected = expected.detach()  # its graph would bind the leaves to the stream that it was made on
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

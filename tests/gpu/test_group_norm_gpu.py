@@ -96,7 +96,7 @@ def leaves(order: str = "last", frames: int = 4) -> list[torch.Tensor]:
 
 def step(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     y = ops.group_norm_act(inputs[0], 32, *inputs[1:], activation="silu")
-    return [y, *torch.autograd.grad(y.float().square().sum(), inputs)]
+    return [y.detach(), *torch.autograd.grad(y.float().square().sum(), inputs)]
 
 
 @ORDERS

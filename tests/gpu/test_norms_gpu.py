@@ -89,7 +89,7 @@ def leaves(rows: int = 512, size: int = 1152) -> list[torch.Tensor]:
 
 def step(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     y, h = ops.gate_add_modulate_norm(*inputs)
-    return [y, h, *torch.autograd.grad((y.float() ** 2).sum() + h.float().sum(), inputs)]
+    return [y.detach(), h.detach(), *torch.autograd.grad((y.float() ** 2).sum() + h.float().sum(), inputs)]
 
 
 def test_repeats_bit_for_bit() -> None:

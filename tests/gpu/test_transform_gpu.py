@@ -126,7 +126,7 @@ def test_blur_equals_torch(kernel_size: int, sigma: float, dtype: torch.dtype) -
     gaussian.blur(rgb.cuda(), kernel_size, sigma, (*gain, *bias), out)
     expected = blur(rgb.double(), kernel_size, sigma)
     expected = expected * torch.tensor(gain).view(3, 1, 1) + torch.tensor(bias).view(3, 1, 1)
-    limit = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7, torch.uint8: 0.51}[dtype]
+    limit = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7 + 2e-5, torch.uint8: 0.51}[dtype]
     assert float((out.cpu().double() - expected).abs().max()) <= limit
 
 

@@ -19,9 +19,7 @@ from gpupipe.ops.layout import bucket, row_length, rows, stride, wide
 @jit
 def starts(pointer, row, inner, outer_stride, inner_stride):
     """Pointers (ROWS, 1) to where rows start; ``inner`` is None where one stride leads through all rows."""
-    if pointer is None:
-        return None
-    elif inner is None:
+    if inner is None:
         return pointer + (row.to(tl.int64) * inner_stride)[:, None]
     else:
         return pointer + ((row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride)[:, None]

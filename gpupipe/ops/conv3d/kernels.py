@@ -72,28 +72,30 @@ def conv_finish_backward(
     sample, block, chunk = place(tl.num_programs(0) - 1 - tl.program_id(0), chunks, blocks, LAST)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < C
-    wide_channel = channel.to(tl.int64)[None, None, :]
-    bias = channel_values(bias_ptr, channel, inside, 0.0)[None, None, :]
+    wide_channel = channel.to(tl.int64)[None, :]
+    bias = channel_values(bias_ptr, channel, inside, 0.0)[None, :]
     sums = tl.zeros((POSITIONS, CHANNELS), tl.float32)
-    local = tl.arange(0, UNROLL)[:, None, None] * POSITIONS + tl.arange(0, POSITIONS)[None, :, None]
+    slab = tl.arange(0, POSITIONS)
     for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS)):
-        mask = (local < size - start) & inside[None, None, :]
         dy_at = dy_ptr + sample * dy_batch + start * dy_position + wide_channel * dy_channel
-        dz = tl.load(dy_at + local * dy_position, mask=mask, other=0.0).to(tl.float32)
-        if ACT != "none":
-            c_at = c_ptr + sample * c_batch + start * c_position + wide_channel * c_channel
-            z = tl.load(c_at + local * c_position, mask=mask, other=0.0).to(tl.float32) + bias
-            if ROUND:
-                z = z.to(c_ptr.dtype.element_ty).to(tl.float32)
-            _, slope = curve(z, ACT)
-            dz = dz * slope
-            if ROUND:
-                dz = dz.to(c_ptr.dtype.element_ty).to(tl.float32)
-            if dz_ptr is not None:
-                dz_at = dz_ptr + sample * size * C + start * dz_position + wide_channel * dz_channel
-                tl.store(dz_at + local * dz_position, dz.to(dz_ptr.dtype.element_ty), mask=mask)
-        if partial_ptr is not None:
-            sums += tl.sum(tl.where(mask, dz, 0.0), 0)
+        for step in tl.static_range(UNROLL):
+            local = (step * POSITIONS + slab)[:, None]
+            mask = (local < size - start) & inside[None, :]
+            dz = tl.load(dy_at + local * dy_position, mask=mask, other=0.0).to(tl.float32)
+            if ACT != "none":
+                c_at = c_ptr + sample * c_batch + start * c_position + wide_channel * c_channel
+                z = tl.load(c_at + local * c_position, mask=mask, other=0.0).to(tl.float32) + bias
+                if ROUND:
+                    z = z.to(c_ptr.dtype.element_ty).to(tl.float32)
+                _, slope = curve(z, ACT)
+                dz = dz * slope
+                if ROUND:
+                    dz = dz.to(c_ptr.dtype.element_ty).to(tl.float32)
+                if dz_ptr is not None:
+                    dz_at = dz_ptr + sample * size * C + start * dz_position + wide_channel * dz_channel
+                    tl.store(dz_at + local * dz_position, dz.to(dz_ptr.dtype.element_ty), mask=mask)
+            if partial_ptr is not None:
+                sums += tl.where(mask, dz, 0.0)
     if partial_ptr is not None:
         partial_ptr += (sample * chunks + chunk) * C
         tl.store(partial_ptr + channel, tl.sum(sums, 0), mask=inside)

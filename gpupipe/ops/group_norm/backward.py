@@ -60,26 +60,27 @@ def group_norm_sums(
     sample, block, chunk = place(tl.program_id(0), chunks, blocks, LAST)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < C
-    wide_channel = channel.to(tl.int64)[None, None, :]
+    wide_channel = channel.to(tl.int64)[None, :]
     dy_ptr += sample * dy_batch
     x_ptr += sample * x_batch
     mean = _group_values(mean_ptr, sample, channel, inside, C, EACH)
     rstd = _group_values(rstd_ptr, sample, channel, inside, C, EACH)
-    factor = (rstd * channel_values(weight_ptr, channel, inside, 1.0))[None, None, :]
-    bias = channel_values(bias_ptr, channel, inside, 0.0)[None, None, :]
+    factor = (rstd * channel_values(weight_ptr, channel, inside, 1.0))[None, :]
+    bias = channel_values(bias_ptr, channel, inside, 0.0)[None, :]
     ones = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     products = tl.zeros((POSITIONS, CHANNELS), tl.float32)
-    local = tl.arange(0, UNROLL)[:, None, None] * POSITIONS + tl.arange(0, POSITIONS)[None, :, None]
+    slab = tl.arange(0, POSITIONS)
     for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS)):
-        mask = (local < size - start) & inside[None, None, :]
         x_at = x_ptr + start * x_position + wide_channel * x_channel
         dy_at = dy_ptr + start * dy_position + wide_channel * dy_channel
-        off = tl.load(x_at + local * x_position, mask=mask, other=0.0).to(tl.float32) - mean[None, None, :]
-        dz = tl.load(dy_at + local * dy_position, mask=mask, other=0.0).to(tl.float32)
-        dz = _dz(dz, off, factor, bias, x_ptr.dtype.element_ty, ACT, ROUND)
-        dz = tl.where(mask, dz, 0.0)
-        ones += tl.sum(dz, 0)
-        products += tl.sum(tl.where(mask, dz * off, 0.0), 0)
+        for step in tl.static_range(UNROLL):
+            local = (step * POSITIONS + slab)[:, None]
+            mask = (local < size - start) & inside[None, :]
+            off = tl.load(x_at + local * x_position, mask=mask, other=0.0).to(tl.float32) - mean[None, :]
+            dz = tl.load(dy_at + local * dy_position, mask=mask, other=0.0).to(tl.float32)
+            dz = _dz(dz, off, factor, bias, x_ptr.dtype.element_ty, ACT, ROUND)
+            ones += tl.where(mask, dz, 0.0)
+            products += tl.where(mask, dz * off, 0.0)
     partial_ptr += (sample * chunks + chunk) * (2 * C)
     tl.store(partial_ptr + channel, tl.sum(ones, 0), mask=inside)
     tl.store(partial_ptr + C + channel, tl.sum(products, 0) * rstd, mask=inside)

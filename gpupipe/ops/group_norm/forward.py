@@ -50,14 +50,15 @@ def group_norm_stats(
 
     ones = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     squares = tl.zeros((POSITIONS, CHANNELS), tl.float32)
-    local = tl.arange(0, UNROLL)[:, None, None] * POSITIONS + slab[None, :, None]
     for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS)):
-        live = local < size - start
-        pointer = x_ptr + start * x_position + channel.to(tl.int64)[None, None, :] * x_channel
-        x = tl.load(pointer + local * x_position, mask=live & inside[None, None, :], other=0.0).to(tl.float32)
-        x = tl.where(live, x - shift[None, None, :], 0.0)
-        ones += tl.sum(x, 0)
-        squares += tl.sum(x * x, 0)
+        pointer = x_ptr + start * x_position + channel.to(tl.int64)[None, :] * x_channel
+        for step in tl.static_range(UNROLL):
+            local = (step * POSITIONS + slab)[:, None]
+            live = local < size - start
+            x = tl.load(pointer + local * x_position, mask=live & inside[None, :], other=0.0).to(tl.float32)
+            x = tl.where(live, x - shift[None, :], 0.0)
+            ones += x
+            squares += x * x
 
     count = count_of(chunk, chunks, size, UNROLL * POSITIONS).to(tl.float32)
     off = tl.sum(ones, 0) / count

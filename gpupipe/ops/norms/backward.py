@@ -45,8 +45,9 @@ def _load_part(
 def _store_part(
     dy, normal, u, mean_u, mean_un, rstd,
     dsum_row, branch_row, gate_row, dx_row, dbranch_row, weight_ptr, bias_ptr, scale_row, dscale_row, dshift_row, dgate_row,
-    seed, threshold, keep_scale, row, live, x_type, sums,
+    seed, threshold, keep_scale, row, live, x_type, dyn_sum, dy_sum, gate_sum,
     H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr, EACH: tl.constexpr,
+    DYN: tl.constexpr, DY: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of one part of some rows, and returns its sums over rows with these rows added."""
     columns = FIRST + tl.arange(0, PART)[None, :]
@@ -61,7 +62,6 @@ def _store_part(
     tl.store(dx_row + columns, gradient.to(x_type), mask=mask)
     if ROUND:
         gradient = gradient.to(x_type).to(tl.float32)
-    dyn_sum, dy_sum, gate_sum = sums
 
     if branch_row is not None:
         keep = None
@@ -80,7 +80,7 @@ def _store_part(
                 branch = tl.where(keep, branch * keep_scale, 0.0)
             if dgate_row is not None:
                 tl.store(dgate_row + columns, (gradient * branch).to(dgate_row.dtype.element_ty), mask=mask)
-            if gate_sum is not None:
+            if GATE:
                 gate_sum += tl.where(mask, gradient * branch, 0.0)
 
     if dscale_row is not None:
@@ -94,25 +94,27 @@ def _store_part(
         tl.store(dshift_row + columns, dy.to(dshift_row.dtype.element_ty), mask=mask)
     if EACH and scale_row is not None:  # every row has its own scale: what is summed is the gradient of what that multiplies
         dy = dy * (1.0 + wide(scale_row + columns, mask))
-    if dyn_sum is not None:
+    if DYN:
         dyn_sum += dy * normal
-    if dy_sum is not None:
+    if DY:
         dy_sum += dy
     return dyn_sum, dy_sum, gate_sum
 
 
 @jit
-def _keep_sums(sums, partial_ptr, H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr):
+def _keep_sums(
+    dyn_sum, dy_sum, gate_sum, partial_ptr, H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr,
+    DYN: tl.constexpr, DY: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
     columns = FIRST + tl.arange(0, PART)
     mask = columns < H
-    dyn_sum, dy_sum, gate_sum = sums
-    if dyn_sum is not None:
+    if DYN:
         tl.store(partial_ptr + columns, tl.sum(dyn_sum, 0), mask=mask)
         partial_ptr += H
-    if dy_sum is not None:
+    if DY:
         tl.store(partial_ptr + columns, tl.sum(dy_sum, 0), mask=mask)
         partial_ptr += H
-    if gate_sum is not None:
+    if GATE:
         tl.store(partial_ptr + columns, tl.sum(gate_sum, 0), mask=mask)
 
 
@@ -133,35 +135,26 @@ def norm_backward(
     seed = None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-    dyn_a, dy_a, gate_a = None, None, None
-    dyn_b, dy_b, gate_b = None, None, None
-    if DYN:
-        dyn_a = tl.zeros((ROWS, FIRST), tl.float32)
-        if SECOND > 0:
-            dyn_b = tl.zeros((ROWS, SECOND), tl.float32)
-    if DY:
-        dy_a = tl.zeros((ROWS, FIRST), tl.float32)
-        if SECOND > 0:
-            dy_b = tl.zeros((ROWS, SECOND), tl.float32)
-    if GATE:
-        gate_a = tl.zeros((ROWS, FIRST), tl.float32)
-        if SECOND > 0:
-            gate_b = tl.zeros((ROWS, SECOND), tl.float32)
+    dyn_a = tl.zeros((ROWS, FIRST), tl.float32)  # sums that nothing is added to cost nothing
+    dy_a, gate_a = dyn_a, dyn_a
+    if SECOND > 0:
+        dyn_b = tl.zeros((ROWS, SECOND), tl.float32)
+        dy_b, gate_b = dyn_b, dyn_b
 
     for at in tl.range(begin, end, ROWS, num_stages=STAGES):
         row = at + tl.arange(0, ROWS)
         live = row < end
         dy_row = row_starts(dy_ptr, row, inner, dy_outer, dy_inner)
-        dsum_row = row_starts(dsum_ptr, row, inner, dsum_outer, dsum_inner)
+        dsum_row = row_starts(dsum_ptr, row, inner, dsum_outer, dsum_inner) if dsum_ptr is not None else None
         sum_row = row_starts(sum_ptr, row, inner, sum_outer, sum_inner)
-        branch_row = row_starts(branch_ptr, row, inner, branch_outer, branch_inner)
-        gate_row = row_starts(gate_ptr, row, modulation_group, gate_stride, 0)
-        scale_row = row_starts(scale_ptr, row, modulation_group, scale_stride, 0)
+        branch_row = row_starts(branch_ptr, row, inner, branch_outer, branch_inner) if branch_ptr is not None else None
+        gate_row = row_starts(gate_ptr, row, modulation_group, gate_stride, 0) if gate_ptr is not None else None
+        scale_row = row_starts(scale_ptr, row, modulation_group, scale_stride, 0) if scale_ptr is not None else None
         dx_row = row_starts(dx_ptr, row, 1, H, 0)
-        dbranch_row = row_starts(dbranch_ptr, row, 1, H, 0)
-        dgate_row = row_starts(dgate_ptr, row, 1, H, 0)
-        dscale_row = row_starts(dscale_ptr, row, 1, H, 0)
-        dshift_row = row_starts(dshift_ptr, row, 1, H, 0)
+        dbranch_row = row_starts(dbranch_ptr, row, 1, H, 0) if dbranch_ptr is not None else None
+        dgate_row = row_starts(dgate_ptr, row, 1, H, 0) if dgate_ptr is not None else None
+        dscale_row = row_starts(dscale_ptr, row, 1, H, 0) if dscale_ptr is not None else None
+        dshift_row = row_starts(dshift_ptr, row, 1, H, 0) if dshift_ptr is not None else None
         rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)
         mean = None
         if mean_ptr is not None:
@@ -186,22 +179,22 @@ def norm_backward(
 
         dyn_a, dy_a, gate_a = _store_part(
             dy0, normal0, u0, mean_u, mean_un, rstd, dsum_row, branch_row, gate_row, dx_row, dbranch_row, weight_ptr, bias_ptr,
-            scale_row, dscale_row, dshift_row, dgate_row, seed, threshold, keep_scale, row, live, x_type, (dyn_a, dy_a, gate_a),
-            H, 0, FIRST, ROUND, EACH,
+            scale_row, dscale_row, dshift_row, dgate_row, seed, threshold, keep_scale, row, live, x_type, dyn_a, dy_a, gate_a,
+            H, 0, FIRST, ROUND, EACH, DYN, DY, GATE,
         )  # fmt: skip
         if SECOND > 0:
             dyn_b, dy_b, gate_b = _store_part(
                 dy1, normal1, u1, mean_u, mean_un, rstd, dsum_row, branch_row, gate_row, dx_row, dbranch_row, weight_ptr,
                 bias_ptr, scale_row, dscale_row, dshift_row, dgate_row, seed, threshold, keep_scale, row, live, x_type,
-                (dyn_b, dy_b, gate_b), H, FIRST, SECOND, ROUND, EACH,
+                dyn_b, dy_b, gate_b, H, FIRST, SECOND, ROUND, EACH, DYN, DY, GATE,
             )  # fmt: skip
 
     if partial_ptr is not None:
         place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         partial_ptr += place * (DYN + DY + GATE) * H
-        _keep_sums((dyn_a, dy_a, gate_a), partial_ptr, H, 0, FIRST)
+        _keep_sums(dyn_a, dy_a, gate_a, partial_ptr, H, 0, FIRST, DYN, DY, GATE)
         if SECOND > 0:
-            _keep_sums((dyn_b, dy_b, gate_b), partial_ptr, H, FIRST, SECOND)
+            _keep_sums(dyn_b, dy_b, gate_b, partial_ptr, H, FIRST, SECOND, DYN, DY, GATE)
 
 
 _COLUMNS = 64

@@ -98,11 +98,11 @@ def norm_forward(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row < count
     x_row = row_starts(x_ptr, row, inner, x_outer, x_inner)
-    branch_row = row_starts(branch_ptr, row, inner, branch_outer, branch_inner)
-    gate_row = row_starts(gate_ptr, row, group, gate_stride, 0)
-    scale_row = row_starts(scale_ptr, row, group, scale_stride, 0)
-    shift_row = row_starts(shift_ptr, row, group, shift_stride, 0)
-    sum_row = row_starts(sum_ptr, row, 1, H, 0)
+    branch_row = row_starts(branch_ptr, row, inner, branch_outer, branch_inner) if branch_ptr is not None else None
+    gate_row = row_starts(gate_ptr, row, group, gate_stride, 0) if gate_ptr is not None else None
+    scale_row = row_starts(scale_ptr, row, group, scale_stride, 0) if scale_ptr is not None else None
+    shift_row = row_starts(shift_ptr, row, group, shift_stride, 0) if shift_ptr is not None else None
+    sum_row = row_starts(sum_ptr, row, 1, H, 0) if sum_ptr is not None else None
     y_row = row_starts(y_ptr, row, 1, H, 0)
     x_type = x_ptr.dtype.element_ty
     seed = None

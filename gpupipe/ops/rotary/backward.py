@@ -35,7 +35,7 @@ def _load(
         cos = cos * turned + (1.0 - turned)
         sin = sin * turned
         g1, g2 = turn_back(g1, g2, cos, sin)
-    x1, x2, squares, products = g1, g2, None, None
+    x1, x2, squares, products = g1, g2, 0.0, 0.0
     if NORM > 0:
         start, live = heads_of(x_row, X_HEAD, H0, HN, HEADS)
         x1, x2 = load_pairs(start, live, F0, PN, DIM, INTERLEAVED)
@@ -47,15 +47,14 @@ def _load(
 
 @jit
 def _store(
-    g1, g2, x1, x2, rstd, mean, weight_ptr, dx_row, sums,
+    g1, g2, x1, x2, rstd, mean, weight_ptr, dx_row, first, second,
     DX_HEAD: tl.constexpr, H0: tl.constexpr, HN: tl.constexpr, F0: tl.constexpr, PN: tl.constexpr, HEADS: tl.constexpr,
-    DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
+    DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of one part of a token, and returns the sums with this token added."""
-    first, second = sums
     if NORM > 0:
         n1, n2 = x1 * rstd, x2 * rstd
-        if first is not None:
+        if SUMS:
             first += g1 * n1
             second += g2 * n2
         w1, w2 = load_weights(weight_ptr, H0, HN, F0, PN, HEADS, DIM, INTERLEAVED, NORM == 2)
@@ -68,11 +67,10 @@ def _store(
 
 @jit
 def _keep(
-    sums, partial_ptr, H0: tl.constexpr, HN: tl.constexpr, F0: tl.constexpr, PN: tl.constexpr, HEADS: tl.constexpr,
+    first, second, partial_ptr, H0: tl.constexpr, HN: tl.constexpr, F0: tl.constexpr, PN: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, INTERLEAVED: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Stores a part's sums: of each head its own, or of all heads together."""
-    first, second = sums
     if FULL:
         start, live = heads_of(partial_ptr, DIM, H0, HN, HEADS)
     else:
@@ -90,11 +88,12 @@ def _side(
     P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, VECTOR: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    a_sums, b_sums = (None, None), (None, None)
-    if partial_ptr is not None:
-        a_sums = (tl.zeros((HA, PA), tl.float32), tl.zeros((HA, PA), tl.float32))
-        if HB > 0:
-            b_sums = (tl.zeros((HB, PB), tl.float32), tl.zeros((HB, PB), tl.float32))
+    sums: tl.constexpr = partial_ptr is not None
+    a_first = tl.zeros((HA, PA), tl.float32)  # sums that nothing is added to cost nothing
+    a_second = a_first
+    if HB > 0:
+        b_first = tl.zeros((HB, PB), tl.float32)
+        b_second = b_first
     for step in tl.range(0, stop - begin, num_stages=STAGES):
         token = begin + step
         sample, number, turned, frame, line, column = place(token, tokens, prefix, end, lines, columns)
@@ -131,26 +130,24 @@ def _side(
             rstd_b = tl.rsqrt(squares_b / over + eps)
             mean_a = products_a * rstd_a / over
             mean_b = products_b * rstd_b / over
-        a_sums = _store(
-            ga1, ga2, xa1, xa2, rstd_a, mean_a, weight_ptr, dx_row, a_sums,
-            DX_HEAD, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, NORM,
+        a_first, a_second = _store(
+            ga1, ga2, xa1, xa2, rstd_a, mean_a, weight_ptr, dx_row, a_first, a_second,
+            DX_HEAD, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, NORM, sums,
         )  # fmt: skip
         if HB > 0:
-            b_sums = _store(
-                gb1, gb2, xb1, xb2, rstd_b, mean_b, weight_ptr, dx_row, b_sums,
-                DX_HEAD, H1, HB, F1, PB, HEADS, DIM, INTERLEAVED, NORM,
+            b_first, b_second = _store(
+                gb1, gb2, xb1, xb2, rstd_b, mean_b, weight_ptr, dx_row, b_first, b_second,
+                DX_HEAD, H1, HB, F1, PB, HEADS, DIM, INTERLEAVED, NORM, sums,
             )  # fmt: skip
-    if partial_ptr is not None:
+    if sums:
         if HB > 0 and F1 == 0 and NORM == 1:  # both parts hold the same columns, of other heads
-            first, second = a_sums
-            b_first, b_second = b_sums
-            first = tl.sum(first, 0, keep_dims=True) + tl.sum(b_first, 0, keep_dims=True)
-            second = tl.sum(second, 0, keep_dims=True) + tl.sum(b_second, 0, keep_dims=True)
-            _keep((first, second), partial_ptr, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, False)
+            first = tl.sum(a_first, 0, keep_dims=True) + tl.sum(b_first, 0, keep_dims=True)
+            second = tl.sum(a_second, 0, keep_dims=True) + tl.sum(b_second, 0, keep_dims=True)
+            _keep(first, second, partial_ptr, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, False)
         else:
-            _keep(a_sums, partial_ptr, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, NORM == 2)
+            _keep(a_first, a_second, partial_ptr, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, NORM == 2)
             if HB > 0:
-                _keep(b_sums, partial_ptr, H1, HB, F1, PB, HEADS, DIM, INTERLEAVED, NORM == 2)
+                _keep(b_first, b_second, partial_ptr, H1, HB, F1, PB, HEADS, DIM, INTERLEAVED, NORM == 2)
 
 
 @jit

@@ -29,12 +29,9 @@ def _starts(pointer, row, inner, outer_stride, inner_stride):
 @jit
 def _mask_starts(pointer, row, inner, middle, outer_stride, middle_stride, inner_stride):
     """The same for a mask, whose rows may repeat in three ways."""
-    if pointer is None:
-        return None
-    else:
-        far = row // inner
-        at = (far // middle).to(tl.int64) * outer_stride + (far % middle).to(tl.int64) * middle_stride
-        return pointer + (at + (row % inner).to(tl.int64) * inner_stride)[:, None]
+    far = row // inner
+    at = (far // middle).to(tl.int64) * outer_stride + (far % middle).to(tl.int64) * middle_stride
+    return pointer + (at + (row % inner).to(tl.int64) * inner_stride)[:, None]
 
 
 @jit
@@ -103,9 +100,11 @@ def softmax_forward(
         seed = tl.load(seed_ptr)
     x_row = _starts(x_ptr, row, x_inner, x_outer_stride, x_inner_stride)
     y_row = _starts(y_ptr, row, 1, H, 0)
-    mask_row = _mask_starts(
-        mask_ptr, row, mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride
-    )  # fmt: skip
+    mask_row = None
+    if mask_ptr is not None:
+        mask_row = _mask_starts(
+            mask_ptr, row, mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride
+        )  # fmt: skip
     a = _logits(x_row, mask_row, mask_step, scale, live, H, 0, FIRST, ROUND)
     top = tl.max(a, 1)
     if SECOND > 0:
@@ -181,9 +180,10 @@ def softmax_backward(
         top = tl.load(top_ptr + row, mask=live, other=0.0)
         inverse = tl.load(inverse_ptr + row, mask=live, other=0.0)
         x_row = _starts(x_ptr, row, x_inner, x_outer_stride, x_inner_stride)
-        mask_row = _mask_starts(
-            mask_ptr, row, mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride
-        )  # fmt: skip
+        if mask_ptr is not None:
+            mask_row = _mask_starts(
+                mask_ptr, row, mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride
+            )  # fmt: skip
     else:
         y_row = _starts(y_ptr, row, 1, H, 0)
     if dx_ptr is not None:

@@ -30,11 +30,11 @@ from gpupipe.ops.temporal.tiles import BACKWARD_SHARE, backward_us, candidates, 
 
 @jit
 def _finish_side(
-    g1, g2, start, out, live, rstd, weight_ptr, cos, sin, partial_ptr,
+    g1, g2, start, out, live, rstd, weight_ptr, table_ptr, cos, sin, partial_ptr,
     PAIRS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """From the gradient of what entered the scores to that of what was read, which it stores; and a tile's part of weights'."""
-    if cos is not None:
+    if table_ptr is not None:
         g1, g2 = turn_back(g1, g2, cos, sin)
     if NORM:
         n1, n2 = load_pairs(start, live, 0, PAIRS, DIM, INTERLEAVED)
@@ -76,8 +76,8 @@ def temporal_backward(
     cos, sin = row_angles(
         table_ptr, frame, pixel, pixels, columns, second_base, third_base, total, PAIRS, P0, P1, P2, VECTOR
     )  # fmt: skip
-    q1, q2, q_rstd = load_side(q_row, live, q_weight_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
-    k1, k2, k_rstd = load_side(k_row, live, k_weight_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
+    q1, q2, q_rstd = load_side(q_row, live, q_weight_ptr, table_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
+    k1, k2, k_rstd = load_side(k_row, live, k_weight_ptr, table_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
     dout1, dout2 = load_pairs(dout_row, live, 0, PAIRS, DIM, False)
     dout1 = dout1.to(KIND)
     dout2 = dout2.to(KIND)
@@ -103,14 +103,14 @@ def temporal_backward(
     dq2 = tl.dot(slope, k2, input_precision=PRECISION)
     dq_row = row_pointers(dq_ptr, sample, frame, pixel, pixels, head, dx_sample, dx_token, DIM)
     _finish_side(
-        dq1, dq2, q_row, dq_row, live, q_rstd, q_weight_ptr, cos, sin, q_partial, PAIRS, DIM, INTERLEAVED, NORM
+        dq1, dq2, q_row, dq_row, live, q_rstd, q_weight_ptr, table_ptr, cos, sin, q_partial, PAIRS, DIM, INTERLEAVED, NORM
     )  # fmt: skip
     slope = tl.trans(slope)
     dk1 = tl.dot(slope, q1, input_precision=PRECISION)
     dk2 = tl.dot(slope, q2, input_precision=PRECISION)
     dk_row = row_pointers(dk_ptr, sample, frame, pixel, pixels, head, dx_sample, dx_token, DIM)
     _finish_side(
-        dk1, dk2, k_row, dk_row, live, k_rstd, k_weight_ptr, cos, sin, k_partial, PAIRS, DIM, INTERLEAVED, NORM
+        dk1, dk2, k_row, dk_row, live, k_rstd, k_weight_ptr, table_ptr, cos, sin, k_partial, PAIRS, DIM, INTERLEAVED, NORM
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from gpupipe.device.jit import interpreted, jit, launch, tl, triton
 from gpupipe.ops.layout import bucket
 from gpupipe.ops.packed import sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn
-from gpupipe.ops.temporal.tiles import FORWARD_SHARE, candidates, forward_us, padded_pairs
+from gpupipe.ops.temporal.tiles import forward_candidates, forward_us, padded_pairs
 
 
 @jit
@@ -38,7 +38,7 @@ def row_pointers(x_ptr, sample, frame, pixel, pixels, head, sample_stride, token
 
 @jit
 def load_side(
-    start, live, weight_ptr, cos, sin, eps, kind,
+    start, live, weight_ptr, table_ptr, cos, sin, eps, kind,
     PAIRS: tl.constexpr, DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """Queries or keys, normalised and turned, as two tiles of the type of products; and 1 / deviation of normalised rows."""
@@ -55,7 +55,7 @@ def load_side(
         if ROUND:
             first = first.to(start.dtype.element_ty).to(tl.float32)
             second = second.to(start.dtype.element_ty).to(tl.float32)
-    if cos is not None:
+    if table_ptr is not None:
         first, second = turn(first, second, cos, sin)
     kept: tl.constexpr = start.dtype.element_ty
     return first.to(kept).to(kind), second.to(kept).to(kind), rstd
@@ -71,8 +71,8 @@ def row_angles(
     table_ptr, frame, pixel, pixels, columns, second_base, third_base, total,
     PAIRS: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Cosines and sines of a tile's rows; None without a table."""
-    cos, sin = None, None
+    """Cosines and sines of a tile's rows; 1 and 0 without a table, which nobody should use."""
+    cos, sin = 1.0, 0.0
     if table_ptr is not None:
         pixel = tl.minimum(pixel, pixels - 1)
         cos, sin = angles(
@@ -114,23 +114,26 @@ def temporal_forward(
     PAIRS: tl.constexpr, FRAMES: tl.constexpr, ROWS: tl.constexpr,
     P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, VECTOR: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr, ROUND: tl.constexpr, CAUSAL: tl.constexpr,
-    KIND: tl.constexpr, PRECISION: tl.constexpr,
+    KIND: tl.constexpr, PRECISION: tl.constexpr, AT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    head, sample, frame, pixel, live = tile_place(tl.program_id(0), pixels, HEADS, FRAMES, ROWS)
-    q_row = row_pointers(q_ptr, sample, frame, pixel, pixels, head, q_sample, q_token, Q_HEAD)
-    k_row = row_pointers(k_ptr, sample, frame, pixel, pixels, head, k_sample, k_token, K_HEAD)
-    v_row = row_pointers(v_ptr, sample, frame, pixel, pixels, head, v_sample, v_token, V_HEAD)
+    """A program takes ``AT`` heads one after the other: the angles serve all, and one is read while another is worked on."""
+    group, sample, frame, pixel, live = tile_place(tl.program_id(0), pixels, HEADS // AT, FRAMES, ROWS)
     cos, sin = row_angles(
         table_ptr, frame, pixel, pixels, columns, second_base, third_base, total, PAIRS, P0, P1, P2, VECTOR
     )  # fmt: skip
-    q1, q2, _ = load_side(q_row, live, q_weight_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
-    k1, k2, _ = load_side(k_row, live, k_weight_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
-    v1, v2 = load_pairs(v_row, live, 0, PAIRS, DIM, False)
-    weights = probabilities(q1, q2, k1, k2, mask_ptr, sample, scale, FRAMES, ROWS, CAUSAL, PRECISION).to(KIND)
-    out_row = row_pointers(out_ptr, sample, frame, pixel, pixels, head, out_sample, HEADS * DIM, DIM)
-    out1 = tl.dot(weights, v1.to(KIND), input_precision=PRECISION)
-    out2 = tl.dot(weights, v2.to(KIND), input_precision=PRECISION)
-    store_pairs(out_row, live, out1, out2, 0, PAIRS, DIM, False)
+    for step in tl.range(0, AT, num_stages=STAGES):
+        head = group * AT + step
+        q_row = row_pointers(q_ptr, sample, frame, pixel, pixels, head, q_sample, q_token, Q_HEAD)
+        k_row = row_pointers(k_ptr, sample, frame, pixel, pixels, head, k_sample, k_token, K_HEAD)
+        v_row = row_pointers(v_ptr, sample, frame, pixel, pixels, head, v_sample, v_token, V_HEAD)
+        q1, q2, _ = load_side(q_row, live, q_weight_ptr, table_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
+        k1, k2, _ = load_side(k_row, live, k_weight_ptr, table_ptr, cos, sin, eps, KIND, PAIRS, DIM, INTERLEAVED, NORM, ROUND)
+        v1, v2 = load_pairs(v_row, live, 0, PAIRS, DIM, False)
+        weights = probabilities(q1, q2, k1, k2, mask_ptr, sample, scale, FRAMES, ROWS, CAUSAL, PRECISION).to(KIND)
+        out_row = row_pointers(out_ptr, sample, frame, pixel, pixels, head, out_sample, HEADS * DIM, DIM)
+        out1 = tl.dot(weights, v1.to(KIND), input_precision=PRECISION)
+        out2 = tl.dot(weights, v2.to(KIND), input_precision=PRECISION)
+        store_pairs(out_row, live, out1, out2, 0, PAIRS, DIM, False)
 
 
 def product_constants(dtype: torch.dtype, fast: bool) -> dict[str, object]:
@@ -172,7 +175,7 @@ def launch_forward(
 
     def run(config: Config) -> None:
         launch(
-            temporal_forward, (programs(samples, heads, frames, pixels, config["ROWS"]),),
+            temporal_forward, (programs(samples, heads // config["AT"], frames, pixels, config["ROWS"]),),
             q, k, v, out, mask, q_weight, k_weight, table,
             pixels, grid[2], *bases, q_sample, q_token, k_sample, k_token, v_sample, v_token, out.stride(0), eps, scale,
             Q_HEAD=q_head, K_HEAD=k_head, V_HEAD=v_head, HEADS=heads, DIM=dim, PAIRS=padded_pairs(dim), FRAMES=frames,
@@ -188,7 +191,7 @@ def launch_forward(
     run(
         choose(
             "temporal_forward", key, q.device,
-            lambda: candidates(frames, dim, FORWARD_SHARE),
+            lambda: forward_candidates(frames, dim, heads),
             lambda config: forward_us(gpu, config, samples * pixels, heads, dim, frames, q.element_size()),
             run,
         )

@@ -38,6 +38,16 @@ def candidates(frames: int, dim: int, share: int) -> list[dict[str, int]]:
     ]
 
 
+def forward_candidates(frames: int, dim: int, heads: int) -> list[dict[str, int]]:
+    """The same, with heads that a program takes one after the other, and how many are read ahead."""
+    found = []
+    for tile in candidates(frames, dim, FORWARD_SHARE):
+        for at, stages in ((1, 1), (2, 1), (4, 1), (8, 1), (heads, 1), (4, 2), (8, 2), (heads, 2), (8, 3)):
+            if heads % at == 0:
+                found.append({**tile, "AT": at, "STAGES": stages})
+    return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
+
+
 FORWARD_SHARE, BACKWARD_SHARE = 64, 32
 """Values of a tensor in a thread that still leave registers for the rest: more spill."""
 
