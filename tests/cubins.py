@@ -33,7 +33,7 @@ Launch = tuple[str, Any, dict[str, Any], dict[str, int]]
 
 @dataclass(frozen=True)
 class Report:
-    """Of one kernel: registers of a thread, bytes of local memory it spills to, bytes of shared memory, wide loads, loads."""
+    """Of one kernel: registers of a thread, bytes it spills, bytes of shared memory, loads of 8 or 16 bytes, loads."""
 
     registers: int
     spilled: int
@@ -72,7 +72,11 @@ def compiled(kernel: Any, args: dict[str, Any], capability: int, **options: int)
         shown = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     used = {name: int(re.search(rf"{name}:(\d+)", shown).group(1)) for name in ("REG", "STACK", "LOCAL")}  # type: ignore[union-attr]
     ptx = made.asm["ptx"]
-    wide = len(re.findall(r"ld\.global\S*\.v4|cp\.async\.\S+ \[[^\]]+\], \[[^\]]+\], (?:0x10|16)", ptx))
+    direct, ahead = (
+        r"ld\.global\S*\.(?:v[24]\.[bfus]32|v2\.[bfus]64|[bfus]64)",
+        r"cp\.async\.\S+ \[[^\]]+\], \[[^\]]+\], (?:0x10|16|0x8|8)",
+    )
+    wide = len(re.findall(f"{direct}|{ahead}", ptx))
     loads = len(re.findall(r"ld\.global|cp\.async\.c[ag]", ptx))
     return Report(used["REG"], used["STACK"] + used["LOCAL"], made.metadata.shared, wide, loads)
 
@@ -87,7 +91,7 @@ def recording(*rooms: str) -> Iterator[Callable[[str], list[Launch]]]:
     noted: list[tuple[Any, dict[str, Any], dict[str, int]]] = []
 
     def note(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+        options = {name: constants.pop(name) for name in ("num_warps", "num_stages", "maxnreg") if name in constants}
         names = [name for name in kernel.arg_names if name not in constants]
         noted.append((kernel, dict(zip(names, args, strict=True)) | constants, options))
 

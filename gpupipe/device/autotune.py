@@ -61,6 +61,7 @@ class Machine:
     shared_bytes: int = 227 << 10
     bytes_per_us: float = 4.25e6
     """Reads and writes together, as a device copy reaches; the ranking hardly depends on it."""
+    cycles_per_us: float = 1700.0
     latency_us: float = 0.8
     """From asking for a line of memory to having it, under load."""
 
@@ -79,6 +80,26 @@ def machine(device: torch.device) -> Machine:
     )  # fmt: skip
 
 
+def resident(gpu: Machine, warps: int, registers: int, shared_bytes: int = 0) -> int:
+    """Programs that an SM holds at once."""
+    return min(
+        gpu.warps // warps,
+        gpu.registers // (min(registers, 255) * 32 * warps),
+        gpu.shared_bytes // shared_bytes if shared_bytes else gpu.warps,
+        32,
+    )
+
+
+def issue_us(gpu: Machine, *, instructions: float, warps: int) -> float:
+    """Microseconds to issue so many instructions of warps: the more ``warps`` an SM holds, the more often one can go on."""
+    return instructions / (gpu.sms * gpu.cycles_per_us * min(3.0, 0.13 * max(warps, 1)))
+
+
+def overlapped_us(one: float, other: float) -> float:
+    """Time of two kinds of work that hide behind each other, as well as kernels manage that."""
+    return max(one, other) + 0.3 * min(one, other)
+
+
 def streaming_us(
     gpu: Machine, *, total_bytes: float, programs: int, tile_bytes: float, warps: int, registers: int, shared_bytes: int = 0
 ) -> float:
@@ -91,18 +112,13 @@ def streaming_us(
         tile_bytes: what one program has under way at a time.
         registers: of a thread. Beyond 255 they spill, which is ranked last.
     """
-    resident = min(
-        gpu.warps // warps,
-        gpu.registers // (min(registers, 255) * 32 * warps),
-        gpu.shared_bytes // shared_bytes if shared_bytes else gpu.warps,
-        32,
-    )
-    if resident == 0:
+    held = resident(gpu, warps, registers, shared_bytes)
+    if held == 0:
         return math.inf
-    slots = gpu.sms * resident
+    slots = gpu.sms * held
     waves = programs / slots
     idle = math.ceil(waves) / waves if waves > 1 else min(slots, gpu.sms) / min(programs, gpu.sms)
-    under_way = tile_bytes * min(resident, max(1.0, programs / gpu.sms))
+    under_way = tile_bytes * min(held, max(1.0, programs / gpu.sms))
     needed = gpu.bytes_per_us * gpu.latency_us / gpu.sms
     spill = 4.0 if registers > 255 else 1.0
     return total_bytes / gpu.bytes_per_us * max(1.0, needed / under_way) * (1 + (idle - 1) * 0.5) * spill

@@ -8,6 +8,10 @@ from gpupipe.device.jit import jit, tl
 
 _SMALLEST = 4
 """Dropout draws for four columns at a time."""
+_MOST_PARTS, _NARROWEST = 8, 128
+"""Of equal parts of a row: more or narrower ones cost more steps than the lanes they save."""
+MOST_ROWS = 2**31 - 2**20
+"""A kernel counts rows in 32 bits: a division by a number of rows costs ten times as much in 64."""
 
 
 def rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
@@ -38,6 +42,12 @@ def row_length(x: torch.Tensor) -> int:
     return x.shape[-2] if x.dim() > 1 else 1
 
 
+def inner_rows(*steps: tuple[torch.Tensor, int, int]) -> int | None:
+    """How many rows lie one inner stride apart; None when in each tensor the outer stride only goes on with the inner one."""
+    length = row_length(steps[0][0])
+    return None if all(outer == inner * length or x.shape[:-2].numel() == 1 for x, outer, inner in steps) else length
+
+
 def matrix(x: torch.Tensor) -> torch.Tensor:
     """A tensor (..., H) as (M, H) whose rows are each contiguous: a view where possible."""
     flat = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -64,12 +74,35 @@ def parts(size: int) -> tuple[int, int]:
     return (2 * first, 0) if second >= first else (first, second)
 
 
+def equal_parts(size: int) -> tuple[int, int]:
+    """How many parts, and their width, a power of two, a row of ``size`` is cut into: the fewest that leave few lanes empty."""
+    found = []
+    for count in range(1, _MOST_PARTS + 1):
+        width = max(_SMALLEST, 1 << (-(-size // count) - 1).bit_length())
+        if count == 1 or width >= _NARROWEST:
+            found.append((count, width))
+    fewest = min(count * width for count, width in found)
+    return next((count, width) for count, width in found if count * width <= 1.02 * fewest)
+
+
 @jit
 def wide(pointer, mask):
     return tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
 
 
 @jit
+def there(live, columns, H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr):
+    """Which elements of a tile exist: of all its columns, where they all do, so that nobody asks for each."""
+    if FIRST + PART <= H:
+        return live[:, None]
+    else:
+        return live[:, None] & (columns < H)
+
+
+@jit
 def row_starts(pointer, row, inner, outer_stride, inner_stride):
-    """Pointers (ROWS, 1) to where rows start."""
-    return pointer + ((row // inner) * outer_stride + (row % inner) * inner_stride)[:, None]
+    """Pointers (ROWS, 1) to where rows start; 32-bit ``row``; ``inner`` is None where one stride leads through all."""
+    if inner is None:
+        return pointer + (row.to(tl.int64) * inner_stride)[:, None]
+    else:
+        return pointer + ((row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride)[:, None]

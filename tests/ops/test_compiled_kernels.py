@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for the GPU generations we name, without spills, and loads 16 bytes at a time."""
+"""Every Triton kernel compiles for the GPU generations we name, without spills, and loads 8 or 16 bytes at a time."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ import torch
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops import activations
-from gpupipe.ops.activation.forward import inner_rows, pre_activation, starts
+from gpupipe.ops.activation.forward import pre_activation
 from gpupipe.ops.activation.tiles import backward_candidates, backward_us
 from gpupipe.ops.activation.tiles import programs as sharing
 from gpupipe.ops.activations import curve
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, rows, stride, wide
+from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, wide
 from gpupipe.ops.sums import add_up
 
 
@@ -54,10 +54,10 @@ def act_backward(
         row = at + tl.arange(0, ROWS)
         mask = (row < end)[:, None] & (columns < C)
         flat = row.to(tl.int64)[:, None] * C + columns
-        dy = wide(starts(dy_ptr, row, inner, dy_outer, dy_inner) + columns, mask)
+        dy = wide(row_starts(dy_ptr, row, inner, dy_outer, dy_inner) + columns, mask)
         value, slope, x, factor, factor_slope = None, None, None, None, None
         if x_ptr is not None:
-            x_row = starts(x_ptr, row, inner, x_outer, x_inner)
+            x_row = row_starts(x_ptr, row, inner, x_outer, x_inner)
             x = pre_activation(x_row, bias_ptr, columns, mask, ROUND)
             if GLU:
                 factor, factor_slope = curve(pre_activation(x_row, bias_ptr, C + columns, mask, ROUND), ACT)

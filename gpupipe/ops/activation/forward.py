@@ -13,16 +13,7 @@ from gpupipe.ops import activations
 from gpupipe.ops.activation.tiles import forward_candidates, forward_us
 from gpupipe.ops.activations import curve
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, row_length, rows, stride, wide
-
-
-@jit
-def starts(pointer, row, inner, outer_stride, inner_stride):
-    """Pointers (ROWS, 1) to where rows start; ``inner`` is None where one stride leads through all rows."""
-    if inner is None:
-        return pointer + (row.to(tl.int64) * inner_stride)[:, None]
-    else:
-        return pointer + ((row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride)[:, None]
+from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, wide
 
 
 @jit
@@ -50,7 +41,7 @@ def act_forward(
     columns = first + tl.arange(0, COLS)[None, :]
     mask = live[:, None] & (columns < C)
     x_type = x_ptr.dtype.element_ty
-    x_row = starts(x_ptr, row, inner, x_outer, x_inner)
+    x_row = row_starts(x_ptr, row, inner, x_outer, x_inner)
     x = pre_activation(x_row, bias_ptr, columns, mask, ROUND)
     if GLU:
         other = pre_activation(x_row, bias_ptr, C + columns, mask, ROUND)
@@ -74,14 +65,8 @@ def act_forward(
         if ROUND and gate_ptr.dtype.element_ty == x_type:
             y = y.to(x_type).to(tl.float32)
     if residual_ptr is not None:
-        y += wide(starts(residual_ptr, row, inner, residual_outer, residual_inner) + columns, mask)
+        y += wide(row_starts(residual_ptr, row, inner, residual_outer, residual_inner) + columns, mask)
     tl.store(y_ptr + (row.to(tl.int64) * C)[:, None] + columns, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def inner_rows(*steps: tuple[torch.Tensor, int, int]) -> int | None:
-    """How many rows lie one inner stride apart; None when in each tensor the outer stride only goes on with the inner one."""
-    length = row_length(steps[0][0])
-    return None if all(outer == inner * length or x.shape[:-2].numel() == 1 for x, outer, inner in steps) else length
 
 
 def launch_act(

@@ -17,6 +17,7 @@ from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import activations, checks, settings
 from gpupipe.ops.activation import act_pass, served
 from gpupipe.ops.activations import AnyActivation
+from gpupipe.ops.layout import MOST_ROWS
 from gpupipe.ops.linear import reference
 from gpupipe.ops.linear.act_op import linear_act_op
 from gpupipe.ops.linear.autocast import cast
@@ -194,7 +195,7 @@ def norm_linear(
     _, weight, bias = _typed(x, weight, bias)
     conservative = settings.mode(precision) == "conservative"
     rest = (x, weight, bias, norm_weight, norm_bias, scale, shift, eps, kind == "rms", number, conservative)
-    if served("norm_linear", x) and x.shape[-1] <= LARGEST:
+    if served("norm_linear", x) and x.shape[-1] <= LARGEST and x.shape[:-1].numel() <= MOST_ROWS:
         y = norm_linear_op(*rest)[0]
     else:
         y = reference.norm_linear(*rest)

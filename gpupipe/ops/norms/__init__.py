@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from gpupipe.errors import ConfigError
 from gpupipe.ops import checks, settings
+from gpupipe.ops.layout import MOST_ROWS
 from gpupipe.ops.modulation import modulations
 from gpupipe.ops.norms import reference
 from gpupipe.ops.norms.op import norm_op
@@ -234,7 +235,7 @@ def _norm(
     if gate is not None or scale is not None or shift is not None:
         gate, scale, shift = modulations(x, gate=gate, scale=scale, shift=shift)
     conservative = settings.mode(precision) == "conservative"
-    if not settings.kernel_runs(name, x) or x.shape[-1] > LARGEST:
+    if not settings.kernel_runs(name, x) or x.shape[-1] > LARGEST or x.shape[:-1].numel() > MOST_ROWS:
         if branch is not None and p > 0:
             branch = functional.dropout(branch, p)
         return reference.norm(

@@ -7,6 +7,9 @@ With n the normalised value, f = weight * (1 + scale) and u = dy * f, the gradie
 (u - mean(u) - n * mean(u * n)) / deviation, without mean(u) for RMS (Ba, Kiros, Hinton 2016; Zhang and Sennrich 2019).
 """
 
+# mypy: disable-error-code="assignment"
+# Kernels make tuples of tiles longer one by one.
+
 from __future__ import annotations
 
 import torch
@@ -14,7 +17,7 @@ import torch
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, row_length, row_starts, rows, stride, wide
+from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, there, wide
 from gpupipe.ops.norms.forward import modulation
 from gpupipe.ops.norms.tiles import backward_candidates, backward_us
 from gpupipe.ops.norms.tiles import programs as sharing
@@ -22,39 +25,32 @@ from gpupipe.ops.sums import column_sums
 
 
 @jit
-def _load_part(
-    dy_row, sum_row, weight_ptr, scale_row, mean, rstd, live, x_type,
-    H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr,
-):  # fmt: skip
-    """dy, n and u of one part of some rows."""
-    columns = FIRST + tl.arange(0, PART)[None, :]
-    mask = live[:, None] & (columns < H)
-    dy = wide(dy_row + columns, mask)
-    normal = wide(sum_row + columns, mask)
-    if mean is not None:
-        normal = normal - mean[:, None]
-    normal = tl.where(mask, normal * rstd[:, None], 0.0)
-    weight, scale = modulation(weight_ptr, scale_row, columns, mask, ROUND, x_type)
-    u = dy * scale
-    if ROUND:
-        u = u.to(x_type).to(tl.float32)
-    return dy, normal, u * weight
+def _both(a, b, c, d):
+    """Two sums at once wait for each other's warps once."""
+    return a + c, b + d
 
 
 @jit
-def _store_part(
-    dy, normal, u, mean_u, mean_un, rstd,
-    dsum_row, branch_row, gate_row, dx_row, dbranch_row, weight_ptr, bias_ptr, scale_row, dscale_row, dshift_row, dgate_row,
-    seed, threshold, keep_scale, row, live, x_type, dyn_sum, dy_sum, gate_sum,
-    H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr, EACH: tl.constexpr,
+def _of_all_rows(weight_ptr, scale_row, x_type, H: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr):
+    """Weights and scales, by part, that serve all rows of a program and stay in its registers."""
+    weights, scales = (), ()
+    for part in tl.static_range(PARTS):
+        columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        weight, scale = modulation(weight_ptr, scale_row, columns, columns < H, ROUND, x_type)
+        weights += (weight,)
+        scales += (scale,)
+    return weights, scales
+
+
+@jit
+def _store(
+    dy, normal, gradient, dsum_row, branch_row, gate_row, dx_row, dbranch_row, weight_ptr, bias_ptr, scale_row, dscale_row,
+    dshift_row, dgate_row, seed, threshold, keep_scale, row, mask, x_type, dyn_sum, dy_sum, gate_sum,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr, EACH: tl.constexpr,
     DYN: tl.constexpr, DY: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of one part of some rows, and returns its sums over rows with these rows added."""
-    columns = FIRST + tl.arange(0, PART)[None, :]
-    mask = live[:, None] & (columns < H)
-    gradient = (u - normal * mean_un[:, None]) * rstd[:, None]
-    if mean_u is not None:
-        gradient = (u - mean_u[:, None] - normal * mean_un[:, None]) * rstd[:, None]
+    columns = FIRST + tl.arange(0, WIDTH)[None, :]
     if dsum_row is not None:
         if ROUND:
             gradient = gradient.to(x_type).to(tl.float32)
@@ -66,7 +62,7 @@ def _store_part(
     if branch_row is not None:
         keep = None
         if seed is not None:
-            keep = kept(seed, row, FIRST, PART, threshold)
+            keep = kept(seed, row, FIRST, WIDTH, threshold)
         dbranch = gradient
         if gate_row is not None:
             dbranch = gradient * wide(gate_row + columns, mask)
@@ -102,99 +98,114 @@ def _store_part(
 
 
 @jit
-def _keep_sums(
-    dyn_sum, dy_sum, gate_sum, partial_ptr, H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr,
-    DYN: tl.constexpr, DY: tl.constexpr, GATE: tl.constexpr,
-):  # fmt: skip
-    columns = FIRST + tl.arange(0, PART)
-    mask = columns < H
-    if DYN:
-        tl.store(partial_ptr + columns, tl.sum(dyn_sum, 0), mask=mask)
-        partial_ptr += H
-    if DY:
-        tl.store(partial_ptr + columns, tl.sum(dy_sum, 0), mask=mask)
-        partial_ptr += H
-    if GATE:
-        tl.store(partial_ptr + columns, tl.sum(gate_sum, 0), mask=mask)
-
-
-@jit
 def norm_backward(
     dy_ptr, dsum_ptr, sum_ptr, branch_ptr, gate_ptr, seed_ptr, weight_ptr, bias_ptr, scale_ptr, mean_ptr, rstd_ptr,
     dx_ptr, dbranch_ptr, dgate_ptr, dscale_ptr, dshift_ptr, partial_ptr,
     group, chunk, inner, dy_outer, dy_inner, dsum_outer, dsum_inner, sum_outer, sum_inner, branch_outer, branch_inner,
-    modulation_group, gate_stride, scale_stride, threshold, keep_scale,
-    H: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, STAGES: tl.constexpr,
+    gate_stride, scale_stride, threshold, keep_scale,
+    H: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
     ROUND: tl.constexpr, EACH: tl.constexpr, DYN: tl.constexpr, DY: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     """Program (m, p) takes rows ``p * chunk`` and following of the ``group`` rows whose sums are one."""
     x_type = sum_ptr.dtype.element_ty
-    begin = tl.program_id(0).to(tl.int64) * group
-    end = tl.minimum(begin + group, begin + (tl.program_id(1) + 1).to(tl.int64) * chunk)
-    begin += tl.program_id(1).to(tl.int64) * chunk
+    begin = tl.program_id(0) * group
+    end = tl.minimum(begin + group, begin + (tl.program_id(1) + 1) * chunk)
+    begin += tl.program_id(1) * chunk
     seed = None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-    dyn_a = tl.zeros((ROWS, FIRST), tl.float32)  # sums that nothing is added to cost nothing
-    dy_a, gate_a = dyn_a, dyn_a
-    if SECOND > 0:
-        dyn_b = tl.zeros((ROWS, SECOND), tl.float32)
-        dy_b, gate_b = dyn_b, dyn_b
+    nothing = tl.zeros((ROWS, WIDTH), tl.float32)  # sums that nothing is added to cost nothing
+    dyn_sums, dy_sums, gate_sums = (), (), ()
+    for _ in tl.static_range(PARTS):
+        dyn_sums += (nothing,)
+        dy_sums += (nothing,)
+        gate_sums += (nothing,)
+    at_group = tl.program_id(0).to(tl.int64)
+    of_all = scale_ptr + at_group * scale_stride if scale_ptr is not None and not EACH else None
+    weights, scales = _of_all_rows(weight_ptr, of_all, x_type, H, PARTS, WIDTH, ROUND)
 
     for at in tl.range(begin, end, ROWS, num_stages=STAGES):
         row = at + tl.arange(0, ROWS)
         live = row < end
+        of_group = row.to(tl.int64)[:, None] if EACH else at_group
+        dense = row.to(tl.int64)[:, None] * H
         dy_row = row_starts(dy_ptr, row, inner, dy_outer, dy_inner)
         dsum_row = row_starts(dsum_ptr, row, inner, dsum_outer, dsum_inner) if dsum_ptr is not None else None
         sum_row = row_starts(sum_ptr, row, inner, sum_outer, sum_inner)
         branch_row = row_starts(branch_ptr, row, inner, branch_outer, branch_inner) if branch_ptr is not None else None
-        gate_row = row_starts(gate_ptr, row, modulation_group, gate_stride, 0) if gate_ptr is not None else None
-        scale_row = row_starts(scale_ptr, row, modulation_group, scale_stride, 0) if scale_ptr is not None else None
-        dx_row = row_starts(dx_ptr, row, 1, H, 0)
-        dbranch_row = row_starts(dbranch_ptr, row, 1, H, 0) if dbranch_ptr is not None else None
-        dgate_row = row_starts(dgate_ptr, row, 1, H, 0) if dgate_ptr is not None else None
-        dscale_row = row_starts(dscale_ptr, row, 1, H, 0) if dscale_ptr is not None else None
-        dshift_row = row_starts(dshift_ptr, row, 1, H, 0) if dshift_ptr is not None else None
+        gate_row = gate_ptr + of_group * gate_stride if gate_ptr is not None else None
+        scale_row = scale_ptr + of_group * scale_stride if scale_ptr is not None and EACH else None
+        dbranch_row = dbranch_ptr + dense if dbranch_ptr is not None else None
+        dgate_row = dgate_ptr + dense if dgate_ptr is not None else None
+        dscale_row = dscale_ptr + dense if dscale_ptr is not None else None
+        dshift_row = dshift_ptr + dense if dshift_ptr is not None else None
         rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)
         mean = None
         if mean_ptr is not None:
             mean = tl.load(mean_ptr + row, mask=live, other=0.0)
 
-        dy0, normal0, u0 = _load_part(
-            dy_row, sum_row, weight_ptr, scale_row, mean, rstd, live, x_type, H, 0, FIRST, ROUND
-        )  # fmt: skip
-        sum_un = tl.sum(u0 * normal0, 1)
-        if SECOND > 0:
-            dy1, normal1, u1 = _load_part(
-                dy_row, sum_row, weight_ptr, scale_row, mean, rstd, live, x_type, H, FIRST, SECOND, ROUND
-            )  # fmt: skip
-            sum_un += tl.sum(u1 * normal1, 1)
-        mean_un = sum_un / H
-        mean_u = None
-        if mean_ptr is not None:
-            sum_u = tl.sum(u0, 1)
-            if SECOND > 0:
-                sum_u += tl.sum(u1, 1)
-            mean_u = sum_u / H
+        # dy and u are 0 where there is nothing; the normalised values need not be.
+        dys, normals, us = (), (), ()
+        sum_un = tl.zeros((ROWS, WIDTH), tl.float32)
+        sum_u = tl.zeros((ROWS, WIDTH), tl.float32)
+        for part in tl.static_range(PARTS):
+            columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+            mask = there(live, columns, H, part * WIDTH, WIDTH)
+            dy = wide(dy_row + columns, mask)
+            normal = wide(sum_row + columns, mask)
+            if mean is not None:
+                normal = normal - mean[:, None]
+            normal = normal * rstd[:, None]
+            if scale_row is not None:
+                weight, scale = modulation(weight_ptr, scale_row, columns, mask, ROUND, x_type)
+            else:
+                weight, scale = weights[part], scales[part]
+            u = dy * scale
+            if ROUND:
+                u = u.to(x_type).to(tl.float32)
+            u = u * weight
+            sum_un += u * normal
+            sum_u += u
+            dys += (dy,)
+            normals += (normal,)
+            us += (u,)
+        if mean is not None:
+            mean_un, mean_u = tl.reduce((sum_un, sum_u), 1, _both)
+        else:
+            mean_un = tl.sum(sum_un, 1)
+        mean_un = (mean_un * rstd / H)[:, None]
+        if mean is not None:
+            mean_u = (mean_u * rstd / H)[:, None]
 
-        dyn_a, dy_a, gate_a = _store_part(
-            dy0, normal0, u0, mean_u, mean_un, rstd, dsum_row, branch_row, gate_row, dx_row, dbranch_row, weight_ptr, bias_ptr,
-            scale_row, dscale_row, dshift_row, dgate_row, seed, threshold, keep_scale, row, live, x_type, dyn_a, dy_a, gate_a,
-            H, 0, FIRST, ROUND, EACH, DYN, DY, GATE,
-        )  # fmt: skip
-        if SECOND > 0:
-            dyn_b, dy_b, gate_b = _store_part(
-                dy1, normal1, u1, mean_u, mean_un, rstd, dsum_row, branch_row, gate_row, dx_row, dbranch_row, weight_ptr,
-                bias_ptr, scale_row, dscale_row, dshift_row, dgate_row, seed, threshold, keep_scale, row, live, x_type,
-                dyn_b, dy_b, gate_b, H, FIRST, SECOND, ROUND, EACH, DYN, DY, GATE,
+        new_dyn, new_dy, new_gate = (), (), ()
+        for part in tl.static_range(PARTS):
+            mask = there(live, part * WIDTH + tl.arange(0, WIDTH)[None, :], H, part * WIDTH, WIDTH)
+            off = normals[part] * mean_un
+            if mean is not None:
+                off += mean_u
+            dyn_sum, dy_sum, gate_sum = _store(
+                dys[part], normals[part], us[part] * rstd[:, None] - off, dsum_row, branch_row, gate_row, dx_ptr + dense,
+                dbranch_row, weight_ptr, bias_ptr, scale_row, dscale_row, dshift_row, dgate_row, seed, threshold, keep_scale,
+                row, mask, x_type, dyn_sums[part], dy_sums[part], gate_sums[part],
+                part * WIDTH, WIDTH, ROUND, EACH, DYN, DY, GATE,
             )  # fmt: skip
+            new_dyn += (dyn_sum,)
+            new_dy += (dy_sum,)
+            new_gate += (gate_sum,)
+        dyn_sums, dy_sums, gate_sums = new_dyn, new_dy, new_gate
 
     if partial_ptr is not None:
-        place = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        place = at_group * tl.num_programs(1) + tl.program_id(1)
         partial_ptr += place * (DYN + DY + GATE) * H
-        _keep_sums(dyn_a, dy_a, gate_a, partial_ptr, H, 0, FIRST, DYN, DY, GATE)
-        if SECOND > 0:
-            _keep_sums(dyn_b, dy_b, gate_b, partial_ptr, H, FIRST, SECOND, DYN, DY, GATE)
+        for part in tl.static_range(PARTS):
+            columns = part * WIDTH + tl.arange(0, WIDTH)
+            mask = columns < H
+            if DYN:
+                tl.store(partial_ptr + columns, tl.sum(dyn_sums[part], 0), mask=mask)
+            if DY:
+                tl.store(partial_ptr + DYN * H + columns, tl.sum(dy_sums[part], 0), mask=mask)
+            if GATE:
+                tl.store(partial_ptr + (DYN + DY) * H + columns, tl.sum(gate_sums[part], 0), mask=mask)
 
 
 _COLUMNS = 64
@@ -252,15 +263,16 @@ def launch_backward(
     groups = 1 if each else groups
     group = count // groups
     weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
-    dy, dy_outer, dy_inner = rows(dy)
-    total, sum_outer, sum_inner = rows(total)
-    dsum_outer = dsum_inner = branch_outer = branch_inner = 0
+    of_dy = dy, dy_outer, dy_inner = rows(dy)
+    of_total = total, sum_outer, sum_inner = rows(total)
+    of_dsum, of_branch = of_dy, of_dy
     if dsum is not None:
-        dsum, dsum_outer, dsum_inner = rows(dsum)
+        of_dsum = dsum, *_ = rows(dsum)
     if gate is None and seed is None:
         branch = None
     if branch is not None:
-        branch, branch_outer, branch_inner = rows(branch)
+        of_branch = branch, *_ = rows(branch)
+    inner = inner_rows(of_dy, of_total, of_dsum, of_branch)
     threshold, keep_scale = dropping(p)
     gpu = machine(dy.device)
     partials: list[torch.Tensor | None] = [None]
@@ -273,9 +285,9 @@ def launch_backward(
             norm_backward, (groups, programs),
             dy, dsum, total, branch, gate, seed, weight, bias, scale, None if rms else mean, rstd,
             dx, dbranch, dgate if each else None, dscale if each else None, dshift if each else None, partials[0],
-            group, chunk, row_length(total), dy_outer, dy_inner, dsum_outer, dsum_inner, sum_outer, sum_inner,
-            branch_outer, branch_inner, 1 if each else group, stride(gate), stride(scale), threshold, keep_scale,
-            H=size, ROWS=config["ROWS"], FIRST=config["FIRST"], SECOND=config["SECOND"], STAGES=config["num_stages"],
+            group, chunk, inner, dy_outer, dy_inner, *of_dsum[1:], sum_outer, sum_inner, *of_branch[1:],
+            stride(gate), stride(scale), threshold, keep_scale,
+            H=size, ROWS=config["ROWS"], PARTS=config["PARTS"], WIDTH=config["WIDTH"], STAGES=config["num_stages"],
             ROUND=conservative, EACH=each, **sums, num_warps=config["num_warps"],
         )  # fmt: skip
 

@@ -1,8 +1,12 @@
 """The kernel of all norms, forward: one read of each input, one write of each output, the row held in registers between.
 
-A row is cut in two parts, the largest power of two that fits and what is left, so that hidden sizes such as 3072 or 1152 waste
-no lanes. Statistics take two passes over the registers, in float32: first the mean, then the squares about it.
+A row is cut in equal parts, each a power of two wide, so that hidden sizes such as 3072 or 1152 waste no lanes and a sum over
+the row is one sum over a part. Statistics take two passes over the registers, in float32: first the mean, then the squares
+about it.
 """
+
+# mypy: disable-error-code="assignment"
+# Kernels make tuples of tiles longer one by one.
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, row_length, row_starts, rows, stride, wide
+from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, there, wide
 from gpupipe.ops.norms.tiles import forward_candidates, forward_us
 
 
@@ -44,12 +48,12 @@ def modulation(weight_ptr, scale_row, columns, mask, ROUND: tl.constexpr, x_type
 
 
 @jit
-def _sum_part(
-    x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, live, x_type,
-    H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr,
+def _load_sum(
+    x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, mask, x_type,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
-    columns = FIRST + tl.arange(0, PART)[None, :]
-    mask = live[:, None] & (columns < H)
+    """One part of some rows of what is normalised; a sum is stored too."""
+    columns = FIRST + tl.arange(0, WIDTH)[None, :]
     x = wide(x_row + columns, mask)
     if branch_row is not None:
         gate = None
@@ -57,7 +61,7 @@ def _sum_part(
             gate = wide(gate_row + columns, mask)
         keep = None
         if seed is not None:
-            keep = kept(seed, row, FIRST, PART, threshold)
+            keep = kept(seed, row, FIRST, WIDTH, threshold)
         branch_type = branch_row.dtype.element_ty
         x = add_branch(x, wide(branch_row + columns, mask), gate, keep, keep_scale, x_type, branch_type, ROUND)
         tl.store(sum_row + columns, x.to(x_type), mask=mask)
@@ -65,12 +69,9 @@ def _sum_part(
 
 
 @jit
-def _store_part(
-    normal, y_row, weight_ptr, bias_ptr, scale_row, shift_row, live, y_type,
-    H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr, RMS: tl.constexpr,
-):  # fmt: skip
-    columns = FIRST + tl.arange(0, PART)[None, :]
-    mask = live[:, None] & (columns < H)
+def _store(
+    normal, y_row, weight_ptr, bias_ptr, scale_row, shift_row, mask, y_type, columns, ROUND: tl.constexpr, RMS: tl.constexpr
+):
     weight, scale = modulation(weight_ptr, scale_row, columns, mask, ROUND, y_type)
     y = normal * weight
     if bias_ptr is not None:
@@ -93,54 +94,57 @@ def norm_forward(
     x_ptr, branch_ptr, gate_ptr, seed_ptr, weight_ptr, bias_ptr, scale_ptr, shift_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr,
     count, inner, group, x_outer, x_inner, branch_outer, branch_inner, gate_stride, scale_stride, shift_stride,
     threshold, keep_scale, eps,
-    H: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROUND: tl.constexpr, RMS: tl.constexpr,
+    H: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, ROUND: tl.constexpr, RMS: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
     x_row = row_starts(x_ptr, row, inner, x_outer, x_inner)
     branch_row = row_starts(branch_ptr, row, inner, branch_outer, branch_inner) if branch_ptr is not None else None
-    gate_row = row_starts(gate_ptr, row, group, gate_stride, 0) if gate_ptr is not None else None
-    scale_row = row_starts(scale_ptr, row, group, scale_stride, 0) if scale_ptr is not None else None
-    shift_row = row_starts(shift_ptr, row, group, shift_stride, 0) if shift_ptr is not None else None
-    sum_row = row_starts(sum_ptr, row, 1, H, 0) if sum_ptr is not None else None
-    y_row = row_starts(y_ptr, row, 1, H, 0)
+    of_group = (row // group).to(tl.int64)[:, None]
+    gate_row = gate_ptr + of_group * gate_stride if gate_ptr is not None else None
+    scale_row = scale_ptr + of_group * scale_stride if scale_ptr is not None else None
+    shift_row = shift_ptr + of_group * shift_stride if shift_ptr is not None else None
+    dense = row.to(tl.int64)[:, None] * H
+    sum_row = sum_ptr + dense if sum_ptr is not None else None
     x_type = x_ptr.dtype.element_ty
     seed = None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
 
-    a = _sum_part(
-        x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, live, x_type, H, 0, FIRST, ROUND
-    )  # fmt: skip
-    total = tl.sum(a, 1)
-    b = a
-    if SECOND > 0:
-        b = _sum_part(
-            x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, live, x_type, H, FIRST, SECOND, ROUND
+    values = ()
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for part in tl.static_range(PARTS):
+        mask = there(live, part * WIDTH + tl.arange(0, WIDTH)[None, :], H, part * WIDTH, WIDTH)
+        x = _load_sum(
+            x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, mask, x_type, part * WIDTH, WIDTH, ROUND
         )  # fmt: skip
-        total += tl.sum(b, 1)
+        values += (x,)
+        total += x
 
+    squares = tl.zeros((ROWS, WIDTH), tl.float32)
     if RMS:
-        squares = tl.sum(a * a, 1)
-        if SECOND > 0:
-            squares += tl.sum(b * b, 1)
+        for part in tl.static_range(PARTS):
+            squares += values[part] * values[part]
     else:
-        mean = total / H
-        a = tl.where(tl.arange(0, FIRST)[None, :] < H, a - mean[:, None], 0.0)
-        squares = tl.sum(a * a, 1)
-        if SECOND > 0:
-            b = tl.where(FIRST + tl.arange(0, SECOND)[None, :] < H, b - mean[:, None], 0.0)
-            squares += tl.sum(b * b, 1)
+        mean = tl.sum(total, 1) / H
+        centred = ()
+        for part in tl.static_range(PARTS):
+            off = values[part] - mean[:, None]
+            if part * WIDTH + WIDTH > H:
+                off = tl.where(part * WIDTH + tl.arange(0, WIDTH)[None, :] < H, off, 0.0)
+            squares += off * off
+            centred += (off,)
+        values = centred
         tl.store(mean_ptr + row, mean, mask=live)
-    rstd = tl.rsqrt(squares / H + eps)
+    rstd = tl.rsqrt(tl.sum(squares, 1) / H + eps)
     tl.store(rstd_ptr + row, rstd, mask=live)
 
-    _store_part(
-        a * rstd[:, None], y_row, weight_ptr, bias_ptr, scale_row, shift_row, live, x_type, H, 0, FIRST, ROUND, RMS
-    )  # fmt: skip
-    if SECOND > 0:
-        _store_part(
-            b * rstd[:, None], y_row, weight_ptr, bias_ptr, scale_row, shift_row, live, x_type, H, FIRST, SECOND, ROUND, RMS
+    for part in tl.static_range(PARTS):
+        columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
+        mask = there(live, columns, H, part * WIDTH, WIDTH)
+        _store(
+            values[part] * rstd[:, None], y_ptr + dense, weight_ptr, bias_ptr, scale_row, shift_row, mask, x_type, columns,
+            ROUND, RMS,
         )  # fmt: skip
 
 
@@ -168,10 +172,11 @@ def launch_forward(
     if count == 0:
         return y, total, mean, rstd
     weight, bias = (None if value is None else value.contiguous() for value in (weight, bias))
-    x, x_outer, x_inner = rows(x)
-    branch_outer = branch_inner = 0
-    if branch is not None:
-        branch, branch_outer, branch_inner = rows(branch)
+    steps = x, x_outer, x_inner = rows(x)
+    of_branch = steps if branch is None else rows(branch)
+    branch_outer, branch_inner = of_branch[1:]
+    branch = None if branch is None else of_branch[0]
+    inner = inner_rows(steps, of_branch)
     group = count // per_group.shape[0] if (per_group := _first(scale, shift, gate)) is not None else 1
     threshold, keep_scale = dropping(p)
 
@@ -179,7 +184,7 @@ def launch_forward(
         launch(
             norm_forward, (triton.cdiv(count, config["ROWS"]),),
             x, branch, gate, seed, weight, bias, scale, shift, y, None if branch is None else total, mean, rstd,
-            count, row_length(x), group, x_outer, x_inner, branch_outer, branch_inner,
+            count, inner, group, x_outer, x_inner, branch_outer, branch_inner,
             stride(gate), stride(scale), stride(shift), threshold, keep_scale, eps,
             H=size, ROUND=conservative, RMS=rms, **config,
         )  # fmt: skip

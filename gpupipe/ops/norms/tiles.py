@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gpupipe.device.autotune import Config, Machine, streaming_us, unlike
-from gpupipe.ops.layout import parts
+from gpupipe.device.autotune import Config, Machine, issue_us, overlapped_us, resident, streaming_us, unlike
+from gpupipe.ops.layout import equal_parts
 
 LARGEST = 16384
 """Elements in a row; longer ones do not fit in the registers of a program."""
@@ -11,20 +11,20 @@ LARGEST = 16384
 
 def forward_candidates(size: int) -> list[dict[str, int]]:
     """Rows a program and warps. Each row in as many tiles as keeps 4 to 64 elements in a thread."""
-    first, second = parts(size)
+    parts, width = equal_parts(size)
     found = []
     for tile_rows in (1, 2, 4, 8, 16, 32):
         for warps in (1, 2, 4, 8, 16):
-            per_thread = tile_rows * (first + second) / (warps * 32)
+            per_thread = tile_rows * parts * width / (warps * 32)
             if 4 <= per_thread <= 64 or (tile_rows == 1 and warps == 1):
-                found.append({"ROWS": tile_rows, "FIRST": first, "SECOND": second, "num_warps": warps, "num_stages": 1})
+                found.append({"ROWS": tile_rows, "PARTS": parts, "WIDTH": width, "num_warps": warps, "num_stages": 1})
     return found
 
 
 def forward_us(gpu: Machine, config: Config, count: int, size: int, item_bytes: int, passes: int, modulations: int) -> float:
     """Estimated time of the forward kernel: ``passes`` reads and writes of the whole input, and the modulations of each row."""
     tile_rows, warps = config["ROWS"], config["num_warps"]
-    per_thread = tile_rows * (config["FIRST"] + config["SECOND"]) / (warps * 32)
+    per_thread = tile_rows * config["PARTS"] * config["WIDTH"] / (warps * 32)
     reads = (passes + 1) // 2
     return streaming_us(
         gpu,
@@ -38,18 +38,18 @@ def forward_us(gpu: Machine, config: Config, count: int, size: int, item_bytes: 
 
 def backward_candidates(gpu: Machine, size: int, group: int, groups: int) -> list[dict[str, int]]:
     """Rows a step, programs a group, warps, and how many steps are loaded ahead."""
-    first, second = parts(size)
+    parts, width = equal_parts(size)
     found = []
     for tile_rows in (1, 2, 4, 8, 16):
         for warps in (1, 2, 4, 8, 16):
-            per_thread = tile_rows * (first + second) / (warps * 32)
+            per_thread = tile_rows * parts * width / (warps * 32)
             if not (4 <= per_thread <= 32 or (tile_rows == 1 and warps == 16)):
                 continue
-            for per_sm in (1, 2, 4, 8):
+            for per_sm in (1, 2, 3, 4, 8):
                 if warps * per_sm > gpu.warps:
                     continue
-                config = {"ROWS": tile_rows, "FIRST": first, "SECOND": second, "PER_SM": per_sm, "num_warps": warps}
-                found += [{**config, "num_stages": stages} for stages in (1, 2)]
+                config = {"ROWS": tile_rows, "PARTS": parts, "WIDTH": width, "PER_SM": per_sm, "num_warps": warps}
+                found += [{**config, "num_stages": stages} for stages in (1, 2, 3)]
     return unlike(found, lambda config: programs(gpu, config, group, groups))
 
 
@@ -63,15 +63,27 @@ def backward_us(
 ) -> float:
     """Estimated time of the backward kernel: ``passes`` over the input, and the partial sums written and read."""
     tile_rows, warps, sharing = config["ROWS"], config["num_warps"], programs(gpu, config, group, groups)
-    per_thread = tile_rows * (config["FIRST"] + config["SECOND"]) / (warps * 32)
+    per_thread = tile_rows * config["PARTS"] * config["WIDTH"] / (warps * 32)
     reads = (passes + 1) // 2
     ahead = config["num_stages"]
-    return streaming_us(
+    registers = int(20 + per_thread * (sums + 3 + reads))
+    shared_bytes = int(tile_rows * size * item_bytes * reads * (ahead - 1))
+    streaming = streaming_us(
         gpu,
         total_bytes=group * groups * size * item_bytes * passes + 2 * 4 * sums * sharing * groups * size,
         programs=sharing * groups,
         tile_bytes=tile_rows * size * item_bytes * reads * ahead,
         warps=warps,
-        registers=int(40 + per_thread * (sums + 2 + reads)),
-        shared_bytes=int(tile_rows * size * item_bytes * reads * (ahead - 1)),
+        registers=registers,
+        shared_bytes=shared_bytes,
     )
+    steps = groups * sharing * -(-group // (sharing * tile_rows))
+    held = resident(gpu, warps, registers, shared_bytes)
+    issuing = issue_us(
+        gpu,
+        instructions=steps * warps * (90 + per_thread * (15 + 5 * (passes - 3))),
+        warps=warps * min(config["PER_SM"], held),
+    )
+    narrow = tile_rows * config["WIDTH"] * item_bytes < 8 * 32 * warps
+    unlikely = (1.15 if narrow else 1.0) * (1.05 if config["PER_SM"] > held else 1.0) * (1.01 if ahead > 2 else 1.0)
+    return overlapped_us(streaming, issuing) * unlikely

@@ -13,7 +13,7 @@ from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops.layout import bucket
 from gpupipe.ops.packed import like_sides, sides, stepped, strides
-from gpupipe.ops.rotary.forward import _vector, heads_of, load_weights, place
+from gpupipe.ops.rotary.forward import _vector, heads_of, load_weights, next_place, place
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn_back
 from gpupipe.ops.rotary.tiles import backward_candidates, backward_us
 from gpupipe.ops.rotary.tiles import programs as sharing
@@ -27,7 +27,7 @@ def _load(
     HEADS: tl.constexpr, DIM: tl.constexpr, P0: tl.constexpr, P1: tl.constexpr, P2: tl.constexpr, VECTOR: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The gradient turned back and x, of one part of a token, and sums over each head: of squares, and of x * u."""
+    """The gradient turned back, x and u, of one part of a token, and sums over each head: of squares, and of x * u."""
     start, live = heads_of(dy_row, DY_HEAD, H0, HN, HEADS)
     g1, g2 = load_pairs(start, live, F0, PN, DIM, INTERLEAVED)
     if table_ptr is not None:
@@ -35,33 +35,32 @@ def _load(
         cos = cos * turned + (1.0 - turned)
         sin = sin * turned
         g1, g2 = turn_back(g1, g2, cos, sin)
-    x1, x2, squares, products = g1, g2, 0.0, 0.0
+    x1, x2, u1, u2, squares, products = g1, g2, g1, g2, 0.0, 0.0
     if NORM > 0:
         start, live = heads_of(x_row, X_HEAD, H0, HN, HEADS)
         x1, x2 = load_pairs(start, live, F0, PN, DIM, INTERLEAVED)
         w1, w2 = load_weights(weight_ptr, H0, HN, F0, PN, HEADS, DIM, INTERLEAVED, NORM == 2)
+        u1, u2 = g1 * w1, g2 * w2
         squares = tl.sum(x1 * x1 + x2 * x2, 1, keep_dims=True)
-        products = tl.sum(x1 * g1 * w1 + x2 * g2 * w2, 1, keep_dims=True)
-    return g1, g2, x1, x2, squares, products
+        products = tl.sum(x1 * u1 + x2 * u2, 1, keep_dims=True)
+    return g1, g2, x1, x2, u1, u2, squares, products
 
 
 @jit
 def _store(
-    g1, g2, x1, x2, rstd, mean, weight_ptr, dx_row, first, second,
+    g1, g2, x1, x2, u1, u2, rstd, mean, dx_row, first, second,
     DX_HEAD: tl.constexpr, H0: tl.constexpr, HN: tl.constexpr, F0: tl.constexpr, PN: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of one part of a token, and returns the sums with this token added."""
     if NORM > 0:
-        n1, n2 = x1 * rstd, x2 * rstd
         if SUMS:
-            first += g1 * n1
-            second += g2 * n2
-        w1, w2 = load_weights(weight_ptr, H0, HN, F0, PN, HEADS, DIM, INTERLEAVED, NORM == 2)
-        g1 = (g1 * w1 - n1 * mean) * rstd
-        g2 = (g2 * w2 - n2 * mean) * rstd
+            first += g1 * (x1 * rstd)
+            second += g2 * (x2 * rstd)
+        u1 = u1 * rstd - x1 * mean
+        u2 = u2 * rstd - x2 * mean
     start, live = heads_of(dx_row, DX_HEAD, H0, HN, HEADS)
-    store_pairs(start, live, g1, g2, F0, PN, DIM, INTERLEAVED)
+    store_pairs(start, live, u1, u2, F0, PN, DIM, INTERLEAVED)
     return first, second
 
 
@@ -94,21 +93,20 @@ def _side(
     if HB > 0:
         b_first = tl.zeros((HB, PB), tl.float32)
         b_second = b_first
-    for step in tl.range(0, stop - begin, num_stages=STAGES):
-        token = begin + step
-        sample, number, turned, frame, line, column = place(token, tokens, prefix, end, lines, columns)
+    sample, number, turned, frame, line, column = place(begin, tokens, prefix, end, lines, columns)
+    for _ in tl.range(0, stop - begin, num_stages=STAGES):
         dy_row = dy_ptr + sample * dy_sample + number * dy_token
         x_row = None
         if x_ptr is not None:
             x_row = x_ptr + sample * x_sample + number * x_token
         dx_row = dx_ptr + sample * dx_sample + number * dx_token
-        ga1, ga2, xa1, xa2, squares_a, products_a = _load(
+        ga1, ga2, xa1, xa2, ua1, ua2, squares_a, products_a = _load(
             dy_row, x_row, weight_ptr, table_ptr, frame, line, column, turned, second_base, third_base, total,
             DY_HEAD, X_HEAD, 0, HA, 0, PA, HEADS, DIM, P0, P1, P2, VECTOR, INTERLEAVED, NORM,
         )  # fmt: skip
         squares_b, products_b = squares_a, products_a
         if HB > 0:
-            gb1, gb2, xb1, xb2, squares_b, products_b = _load(
+            gb1, gb2, xb1, xb2, ub1, ub2, squares_b, products_b = _load(
                 dy_row, x_row, weight_ptr, table_ptr, frame, line, column, turned, second_base, third_base, total,
                 DY_HEAD, X_HEAD, H1, HB, F1, PB, HEADS, DIM, P0, P1, P2, VECTOR, INTERLEAVED, NORM,
             )  # fmt: skip
@@ -128,17 +126,20 @@ def _side(
                 squares_b, products_b = squares_a, products_a
             rstd_a = tl.rsqrt(squares_a / over + eps)
             rstd_b = tl.rsqrt(squares_b / over + eps)
-            mean_a = products_a * rstd_a / over
-            mean_b = products_b * rstd_b / over
+            mean_a = products_a * rstd_a * rstd_a * rstd_a / over  # of u * n, and what x is to be multiplied by for it
+            mean_b = products_b * rstd_b * rstd_b * rstd_b / over
         a_first, a_second = _store(
-            ga1, ga2, xa1, xa2, rstd_a, mean_a, weight_ptr, dx_row, a_first, a_second,
+            ga1, ga2, xa1, xa2, ua1, ua2, rstd_a, mean_a, dx_row, a_first, a_second,
             DX_HEAD, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, NORM, sums,
         )  # fmt: skip
         if HB > 0:
             b_first, b_second = _store(
-                gb1, gb2, xb1, xb2, rstd_b, mean_b, weight_ptr, dx_row, b_first, b_second,
+                gb1, gb2, xb1, xb2, ub1, ub2, rstd_b, mean_b, dx_row, b_first, b_second,
                 DX_HEAD, H1, HB, F1, PB, HEADS, DIM, INTERLEAVED, NORM, sums,
             )  # fmt: skip
+        sample, number, turned, frame, line, column = next_place(
+            sample, number, frame, line, column, tokens, prefix, end, lines, columns
+        )  # fmt: skip
     if sums:
         if HB > 0 and F1 == 0 and NORM == 1:  # both parts hold the same columns, of other heads
             first = tl.sum(a_first, 0, keep_dims=True) + tl.sum(b_first, 0, keep_dims=True)

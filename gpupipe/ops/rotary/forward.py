@@ -62,6 +62,24 @@ def place(token, tokens, prefix, end, lines, columns):
 
 
 @jit
+def next_place(sample, number, frame, line, column, tokens, prefix, end, lines, columns):
+    """:func:`place` of the token that follows, without a division."""
+    number += 1
+    wrapped = number == tokens
+    sample += wrapped.to(tl.int64)
+    number = tl.where(wrapped, 0, number)
+    turned = (number >= prefix) & (number < end)
+    column = tl.where(turned & (number > prefix), column + 1, 0)
+    full = column == columns
+    column = tl.where(full, 0, column)
+    line = tl.where(turned & (number > prefix), line + full.to(tl.int32), 0)
+    full = line == lines
+    line = tl.where(full, 0, line)
+    frame = tl.where(turned & (number > prefix), frame + full.to(tl.int32), 0)
+    return sample, number, turned.to(tl.float32), frame, line, column
+
+
+@jit
 def _finish(
     first, second, rstd, weight_1, weight_2, table_ptr, frame, line, column, turned, second_base, third_base, total, out_row,
     H0: tl.constexpr, HN: tl.constexpr, F0: tl.constexpr, PN: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpupipe.device.autotune import Config, Machine, streaming_us, unlike
+from gpupipe.device.autotune import Config, Machine, issue_us, overlapped_us, resident, streaming_us, unlike
 
 LARGEST = 16384
 """Elements of a token's queries; more do not fit in the registers of a program."""
@@ -81,7 +81,7 @@ def backward_candidates(gpu: Machine, heads: int, dim: int, count: int) -> list[
         per_thread = _elements(cut) / (warps * 32)
         if not _shares_well(per_thread, warps, 24):
             continue
-        for per_sm in (1, 2, 4, 8):
+        for per_sm in (1, 2, 3, 4, 6, 8):
             if warps * per_sm <= gpu.warps:
                 config = {**cut, "PER_SM": per_sm, "num_warps": warps}
                 found += [{**config, "num_stages": stages} for stages in (1, 2)]
@@ -99,13 +99,21 @@ def backward_us(
     """Estimated time of the backward kernel: ``reads`` reads and one write of queries and keys; ``summed`` columns of sums."""
     warps, sharing, ahead = config["num_warps"], programs(gpu, config, count), config["num_stages"]
     per_thread = _elements(config) / (warps * 32)
-    prefetch = 1 + 0.01 * (ahead > 1)  # its loads are narrower: only where measured
-    return prefetch * streaming_us(
+    registers = int(36 + per_thread * (1 + reads + (summed > 0)))
+    shared_bytes = size * item_bytes * reads * (ahead - 1)
+    streaming = streaming_us(
         gpu,
         total_bytes=2 * (reads + 1) * count * size * item_bytes + 2 * 4 * 2 * sharing * summed,
         programs=2 * sharing,
         tile_bytes=size * item_bytes * reads * ahead,
         warps=warps,
-        registers=int(44 + per_thread * (1 + reads + (summed > 0))),
-        shared_bytes=size * item_bytes * reads * (ahead - 1),
-    )  # fmt: skip
+        registers=registers,
+        shared_bytes=shared_bytes,
+    )
+    held = resident(gpu, warps, registers, shared_bytes)
+    issuing = issue_us(
+        gpu,
+        instructions=2 * count * warps * (110 + 17 * per_thread),
+        warps=warps * min(config["PER_SM"], held),
+    )
+    return overlapped_us(streaming, issuing) * (1.05 if config["PER_SM"] > held else 1.0)

@@ -25,7 +25,7 @@ from gpupipe.ops.temporal.forward import (
     row_pointers,
     tile_place,
 )
-from gpupipe.ops.temporal.tiles import BACKWARD_SHARE, backward_us, candidates, padded_pairs
+from gpupipe.ops.temporal.tiles import backward_candidates, backward_us, padded_pairs
 
 
 @jit
@@ -184,8 +184,8 @@ def launch_backward(
     )  # fmt: skip
     config = choose(
         "temporal_backward", key, x.device,
-        lambda: candidates(frames, dim, BACKWARD_SHARE),
-        lambda config: backward_us(gpu, config, samples * pixels, heads, dim, frames, x.element_size()),
+        lambda: backward_candidates(frames, dim),
+        lambda config: backward_us(gpu, config, samples * pixels, heads, dim, frames, x.element_size(), table is not None),
         run,
     )  # fmt: skip
     run(config)

@@ -192,7 +192,9 @@ def launch_forward(
         choose(
             "temporal_forward", key, q.device,
             lambda: forward_candidates(frames, dim, heads),
-            lambda config: forward_us(gpu, config, samples * pixels, heads, dim, frames, q.element_size()),
+            lambda config: forward_us(
+                gpu, config, samples * pixels, heads, dim, frames, q.element_size(), table is not None, interleaved
+            ),
             run,
         )
     )  # fmt: skip

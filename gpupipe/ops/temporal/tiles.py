@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gpupipe.device.autotune import Config, Machine, streaming_us
+from gpupipe.device.autotune import Config, Machine, overlapped_us, streaming_us
 
 _LONGEST = 64
 """Frames whose scores fit in one tile. More fill the tiles of torch's own attention, which then wastes nothing."""
@@ -14,6 +14,9 @@ WIDEST = 128
 """Columns of a head."""
 _FLOPS_PER_US = 2.5e8
 """Products as such small tiles reach them: a quarter of what the tensor cores can."""
+
+
+_L2_BYTES_PER_US = 5.5e6
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -39,13 +42,19 @@ def candidates(frames: int, dim: int, share: int) -> list[dict[str, int]]:
 
 
 def forward_candidates(frames: int, dim: int, heads: int) -> list[dict[str, int]]:
-    """The same, with heads that a program takes one after the other, and how many are read ahead."""
-    found = []
-    for tile in candidates(frames, dim, FORWARD_SHARE):
-        for at, stages in ((1, 1), (2, 1), (4, 1), (8, 1), (heads, 1), (4, 2), (8, 2), (heads, 2), (8, 3)):
-            if heads % at == 0:
-                found.append({**tile, "AT": at, "STAGES": stages})
-    return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
+    """The same, with heads that a program takes one after the other, and how many of these are loaded ahead."""
+    return [
+        {**tile, "AT": at, "STAGES": stages}
+        for tile in candidates(frames, dim, FORWARD_SHARE)
+        for at in (1, 2, 4, 8)
+        for stages in (1, 2, 3)
+        if heads % at == 0 and stages <= at
+    ]
+
+
+def backward_candidates(frames: int, dim: int) -> list[dict[str, int]]:
+    """The same, with registers that a thread may have at most: a few that spill may cost less than warps that are not there."""
+    return [{**tile, "maxnreg": most} for tile in candidates(frames, dim, BACKWARD_SHARE) for most in (255, 128, 80)]
 
 
 FORWARD_SHARE, BACKWARD_SHARE = 64, 32
@@ -54,7 +63,7 @@ FORWARD_SHARE, BACKWARD_SHARE = 64, 32
 
 def _us(
     gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int, *, passes: int,
-    reads: int, products: int, tiles: float,
+    reads: int, products: int, tiles: float, turned: bool,
 ) -> float:  # fmt: skip
     """``passes`` over all tokens; ``tiles`` of float32 (rows x rows or rows x pairs) that a thread's share must hold."""
     rows, warps = config["ROWS"], config["num_warps"]
@@ -62,27 +71,34 @@ def _us(
     programs = heads * -(-sequences // (rows // frames))
     tile_bytes = rows * dim * item_bytes
     flops = programs * products * 2 * rows * rows * 2 * pairs
+    registers = 60 + tiles * rows * max(rows, pairs) / (32 * warps)
+    most = config.get("maxnreg", 255)
+    angles = turned * programs * rows * pairs * 2 * 4 / config.get("AT", 1)
     streaming = streaming_us(
         gpu,
         total_bytes=passes * sequences * frames * heads * dim * item_bytes,
         programs=programs,
         tile_bytes=tile_bytes * reads,
         warps=warps,
-        registers=int(60 + tiles * rows * max(rows, pairs) / (32 * warps)),
+        registers=int(min(registers, most)),
         shared_bytes=int(tile_bytes * (reads + 0.5)),
     )
-    return max(streaming, flops / _FLOPS_PER_US) + 0.3 * min(streaming, flops / _FLOPS_PER_US)
+    spilling = 1 + 0.3 * max(0.0, registers / most - 1)
+    return spilling * overlapped_us(streaming + angles / _L2_BYTES_PER_US, flops / _FLOPS_PER_US)
 
 
 def forward_us(
-    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int
+    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int, turned: bool,
+    interleaved: bool,
 ) -> float:  # fmt: skip
     """Estimated time of the forward kernel: three reads and one write of every token."""
-    return _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=4, reads=3, products=2, tiles=4)
+    us = _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=4, reads=3, products=2, tiles=4, turned=turned)
+    spills = interleaved and config["STAGES"] > 1  # pairs that are loaded ahead are held in the layout of products
+    return us * (1.5 if spills else 1.0)
 
 
 def backward_us(
-    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int
+    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int, turned: bool
 ) -> float:  # fmt: skip
     """Estimated time of the backward kernel: four reads and three writes of every token."""
-    return _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=7, reads=4, products=5, tiles=8)
+    return _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=7, reads=4, products=5, tiles=8, turned=turned)
