@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine, streaming_us
-from gpupipe.device.jit import jit, launch, serves, tl, triton
+from gpupipe.device.jit import jit, launch, serves, tl
 from gpupipe.errors import ConfigError
 from gpupipe.ops import checks, settings
-from gpupipe.ops.layout import bucket, row_length, rows, wide
+from gpupipe.ops.layout import bucket, ceil_div, row_length, rows, wide
 from gpupipe.ops.op import Op
 from gpupipe.ops.settings import Precision
 
@@ -64,9 +64,9 @@ def _body(
     count = x.numel() // size
 
     def run(config: Config) -> None:
-        across = triton.cdiv(size, config["COLS"])
+        across = ceil_div(size, config["COLS"])
         launch(
-            scale_cast_forward, (triton.cdiv(count, config["ROWS"]) * across,),
+            scale_cast_forward, (ceil_div(count, config["ROWS"]) * across,),
             x, factor, y, times, count, size, across, row_length(x), outer, inner, ROUND=conservative, **config,
         )  # fmt: skip
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.device.jit import jit, launch, tl
+from gpupipe.ops.layout import ceil_div
 
 
 @jit
@@ -68,7 +69,7 @@ def add_up(partials: torch.Tensor, into: torch.Tensor, each: int, *, columns: in
     """
     size = partials.shape[-1]
     launch(
-        column_sums, (into.numel() // size, triton.cdiv(size, columns)),
+        column_sums, (into.numel() // size, ceil_div(size, columns)),
         partials, None, None, None, into, None, None, None, None, each, 0,
         H=size, COLUMNS=columns, AT_ONCE=at_once, DYN=True, DY=False, GATE=False, num_warps=4,
     )  # fmt: skip

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
-from gpupipe.device.jit import jit, launch, serves, tl, triton
+from gpupipe.device.jit import jit, launch, serves, tl
 from gpupipe.errors import ConfigError
 from gpupipe.ops import checks, settings
+from gpupipe.ops.layout import ceil_div
 from gpupipe.ops.op import Op
 from gpupipe.ops.settings import Precision
 
@@ -110,7 +111,7 @@ def _body(
     count = times.numel()
     if count:
         launch(
-            timestep_forward, (triton.cdiv(count, _ROWS), triton.cdiv(dim // 2, _COLS)),
+            timestep_forward, (ceil_div(count, _ROWS), ceil_div(dim // 2, _COLS)),
             times.contiguous(), y, count, *_step(dim, shift, period), scale,
             DIM=dim, COSINE=cosine_first, ROWS=_ROWS, COLS=_COLS, num_warps=4,
         )  # fmt: skip
@@ -130,7 +131,7 @@ def _backward_body(
     count, dim = times.numel(), dy.shape[-1]
     if count:
         launch(
-            timestep_backward, (triton.cdiv(count, _ROWS),),
+            timestep_backward, (ceil_div(count, _ROWS),),
             dy.contiguous(), times.contiguous(), dtimes, count, *_step(dim, shift, period), scale,
             DIM=dim, COSINE=cosine_first, ROWS=_ROWS, COLS=_COLS, num_warps=4,
         )  # fmt: skip

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from exact import hold
+from exact import compilations, hold
 
 from gpupipe import ops
 from gpupipe.device import autotune
-from gpupipe.ops.rotary.tiles import backward_candidates, forward_candidates
-from gpupipe.ops.temporal.tiles import BACKWARD_SHARE, FORWARD_SHARE, candidates
+from gpupipe.ops.rotary import tiles as rotary_tiles
+from gpupipe.ops.temporal import tiles as temporal_tiles
 
 pytestmark = pytest.mark.gpu
 
@@ -63,20 +63,22 @@ def test_attention_along_time(dtype: torch.dtype, frames: int) -> None:
     check(ops.temporal_attention, dtype, (frames, 5, 7), 4, 128, samples=2, norm="head", layout="half", causal=frames % 3 == 0)
 
 
-def test_every_tile_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("op", [ops.qk_norm_rope, ops.temporal_attention])
+def test_every_tile_is_right(op: Any, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = autotune.machine(torch.device("cuda", 0))
     lists = {
-        "qk_forward": forward_candidates(24, 128),
-        "qk_backward": backward_candidates(gpu, 24, 128, 560),
-        "temporal_forward": candidates(16, 128, FORWARD_SHARE),
-        "temporal_backward": candidates(16, 128, BACKWARD_SHARE),
+        "qk_forward": rotary_tiles.forward_candidates(24, 128),
+        "qk_backward": compilations(rotary_tiles.backward_candidates(gpu, 24, 128, 560)),
+        "temporal_forward": temporal_tiles.forward_candidates(16, 128, 24),
+        "temporal_backward": temporal_tiles.backward_candidates(16, 128),
     }
-    for turn in range(max(map(len, lists.values()))):
-        for room in ("rotary.forward", "rotary.backward", "temporal.forward", "temporal.backward"):
-            monkeypatch.setattr(f"gpupipe.ops.{room}.choose", lambda op, *_, turn=turn: lists[op][turn % len(lists[op])])
-        check(ops.qk_norm_rope, torch.bfloat16, (16, 5, 7), 24, 128)
-        if turn < 4:
-            check(ops.temporal_attention, torch.bfloat16, (16, 5, 7), 24, 128, norm="head")
+    room = "rotary" if op is ops.qk_norm_rope else "temporal"
+    for turn in range(max(len(found) for name, found in lists.items() if name.startswith("qk") == (room == "rotary"))):
+        for side in ("forward", "backward"):
+            monkeypatch.setattr(f"gpupipe.ops.{room}.{side}.choose", lambda op, *_, turn=turn: lists[op][turn % len(lists[op])])
+        check(op, torch.bfloat16, (16, 5, 7), 24, 128, norm="head", layout=layout)
 
 
 @pytest.mark.parametrize("axis", ["spatial", "full"])

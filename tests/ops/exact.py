@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -57,3 +57,9 @@ def hold(
             bound += torch.finfo(dtype).eps * largest
         error = (found[name].double() - exact).abs().max().item()
         assert error <= bound, f"{name}: off by {error:.3g}, allowed {bound:.3g}, largest value {largest:.3g}"
+
+
+def compilations(candidates: Sequence[Mapping[str, int]]) -> list[dict[str, int]]:
+    """One of those candidates that differ only in how many programs there are."""
+    kinds = {tuple((name, value) for name, value in config.items() if name != "PER_SM"): dict(config) for config in candidates}
+    return list(kinds.values())

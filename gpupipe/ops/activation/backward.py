@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops import activations
 from gpupipe.ops.activation.forward import pre_activation
 from gpupipe.ops.activation.tiles import backward_candidates, backward_us
 from gpupipe.ops.activation.tiles import programs as sharing
 from gpupipe.ops.activations import curve
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, wide
+from gpupipe.ops.layout import bucket, ceil_div, inner_rows, row_starts, rows, stride, wide
 from gpupipe.ops.sums import add_up
 
 
@@ -176,9 +176,9 @@ def launch_act_backward(
             sums[0] = torch.empty((1, groups * programs, size * (1 + glu)), **wide_sums)  # type: ignore[call-overload]
         if want_gate and not each:
             sums[1] = torch.empty((groups, programs, size), **wide_sums)  # type: ignore[call-overload]
-        chunk = triton.cdiv(triton.cdiv(group, programs), config["ROWS"]) * config["ROWS"]
+        chunk = ceil_div(ceil_div(group, programs), config["ROWS"]) * config["ROWS"]
         launch(
-            act_backward, (groups * programs * triton.cdiv(size, config["COLS"]),),
+            act_backward, (groups * programs * ceil_div(size, config["COLS"]),),
             dy, x, bias, gate, seed, dx, activated, dgate, sums[0], sums[1],
             group, chunk, programs, inner, dy_outer, dy_inner, x_outer, x_inner, stride(gate), threshold, keep_scale,
             C=size, ROWS=config["ROWS"], COLS=config["COLS"], STAGES=config["num_stages"], ACT=code, GLU=glu,

@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops import activations
 from gpupipe.ops.activation.tiles import forward_candidates, forward_us
 from gpupipe.ops.activations import curve
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, wide
+from gpupipe.ops.layout import bucket, ceil_div, inner_rows, row_starts, rows, stride, wide
 
 
 @jit
@@ -98,7 +98,7 @@ def launch_act(
 
     def run(config: Config) -> None:
         launch(
-            act_forward, (triton.cdiv(count, config["ROWS"]) * triton.cdiv(size, config["COLS"]),),
+            act_forward, (ceil_div(count, config["ROWS"]) * ceil_div(size, config["COLS"]),),
             x, bias, gate, residual, seed, y, count, inner, group, x_outer, x_inner, residual_outer, residual_inner,
             stride(gate), threshold, keep_scale, C=size, ACT=code, GLU=glu, ROUND=conservative, **config,
         )  # fmt: skip

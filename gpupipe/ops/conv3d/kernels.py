@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops.activations import curve
-from gpupipe.ops.layout import bucket
+from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.planes import (
     channel_values,
     chunks,
@@ -134,7 +134,7 @@ def finish_into(
     gpu, item = machine(c.device), c.element_size()
 
     def run(config: Config, into: torch.Tensor) -> None:
-        tiles, blocks = triton.cdiv(size, config["POSITIONS"]), triton.cdiv(channels, config["CHANNELS"])
+        tiles, blocks = ceil_div(size, config["POSITIONS"]), ceil_div(channels, config["CHANNELS"])
         launch(
             conv_finish, (batch * tiles * blocks,),
             of_c.tensor, bias, None if of_residual is None else of_residual.tensor, into, size, tiles, blocks, *of_c.strides,
@@ -174,7 +174,7 @@ def launch_backward(
     partials: list[torch.Tensor | None] = [None]
 
     def run(config: Config) -> None:
-        shares, blocks = chunks(gpu, config, batch, channels, size, _TOGETHER), triton.cdiv(channels, config["CHANNELS"])
+        shares, blocks = chunks(gpu, config, batch, channels, size, _TOGETHER), ceil_div(channels, config["CHANNELS"])
         partials[0] = torch.empty((batch, shares, channels), dtype=torch.float32, device=dy.device) if needs[1] else None
         launch(
             conv_finish_backward, (batch * shares * blocks,),

@@ -13,7 +13,7 @@ from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops.activations import curve
 from gpupipe.ops.group_norm.forward import FINISH
-from gpupipe.ops.layout import bucket
+from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.planes import (
     channel_values,
     chunks,
@@ -190,7 +190,7 @@ def launch_backward(
     partials: list[torch.Tensor] = []
 
     def sums(config: Config) -> None:
-        shares, blocks = chunks(gpu, config, batch, channels, size, each), triton.cdiv(channels, config["CHANNELS"])
+        shares, blocks = chunks(gpu, config, batch, channels, size, each), ceil_div(channels, config["CHANNELS"])
         partials[:] = [torch.empty((batch, shares, 2, channels), dtype=torch.float32, device=x.device)]
         launch(
             group_norm_sums, (batch * shares * blocks,),
@@ -221,7 +221,7 @@ def launch_backward(
     )  # fmt: skip
 
     def write(config: Config) -> None:
-        tiles, blocks = triton.cdiv(size, config["POSITIONS"]), triton.cdiv(channels, config["CHANNELS"])
+        tiles, blocks = ceil_div(size, config["POSITIONS"]), ceil_div(channels, config["CHANNELS"])
         launch(
             group_norm_dx, (batch * tiles * blocks,),
             of_dy.tensor, of_x.tensor, ready, bias, dx, size, tiles, blocks, *of_dy.strides, *of_x.strides,

@@ -12,7 +12,7 @@ import torch
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
 from gpupipe.ops.activations import curve
-from gpupipe.ops.layout import bucket
+from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.planes import (
     channel_values,
     chunks,
@@ -163,7 +163,7 @@ def launch_forward(
     partials: list[torch.Tensor] = []
 
     def stats(config: Config) -> None:
-        shares, blocks = chunks(gpu, config, batch, channels, size, each), triton.cdiv(channels, config["CHANNELS"])
+        shares, blocks = chunks(gpu, config, batch, channels, size, each), ceil_div(channels, config["CHANNELS"])
         partials[:] = [torch.empty((batch, shares, 2, channels), dtype=torch.float32, device=x.device)]
         launch(
             group_norm_stats, (batch * shares * blocks,),
@@ -186,7 +186,7 @@ def launch_forward(
     )  # fmt: skip
 
     def apply(config: Config) -> None:
-        tiles, blocks = triton.cdiv(size, config["POSITIONS"]), triton.cdiv(channels, config["CHANNELS"])
+        tiles, blocks = ceil_div(size, config["POSITIONS"]), ceil_div(channels, config["CHANNELS"])
         launch(
             group_norm_apply, (batch * tiles * blocks,),
             parts.tensor, ready, bias, y, size, tiles, blocks, *parts.strides,

@@ -15,9 +15,9 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, there, wide
+from gpupipe.ops.layout import bucket, ceil_div, inner_rows, row_starts, rows, stride, there, wide
 from gpupipe.ops.norms.forward import modulation
 from gpupipe.ops.norms.tiles import backward_candidates, backward_us
 from gpupipe.ops.norms.tiles import programs as sharing
@@ -280,7 +280,7 @@ def launch_backward(
     def run(config: Config) -> None:
         programs = sharing(gpu, config, group, groups)
         partials[0] = torch.empty((groups, programs, kinds, size), dtype=torch.float32, device=dy.device) if kinds else None
-        chunk = triton.cdiv(triton.cdiv(group, programs), config["ROWS"]) * config["ROWS"]
+        chunk = ceil_div(ceil_div(group, programs), config["ROWS"]) * config["ROWS"]
         launch(
             norm_backward, (groups, programs),
             dy, dsum, total, branch, gate, seed, weight, bias, scale, None if rms else mean, rstd,
@@ -317,7 +317,7 @@ def launch_backward(
             for value in (dweight, dbias)
         )
         launch(
-            column_sums, (groups, triton.cdiv(size, _COLUMNS)),
+            column_sums, (groups, ceil_div(size, _COLUMNS)),
             partials[0], weight, bias, None if each else scale, each_weight, each_bias,
             None if each else dscale, None if each else dshift, None if each else dgate,
             sharing(gpu, config, group, groups), stride(scale), H=size, COLUMNS=_COLUMNS, AT_ONCE=_AT_ONCE, **sums, num_warps=4,

@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops.dropout import dropping, kept
-from gpupipe.ops.layout import bucket, inner_rows, row_starts, rows, stride, there, wide
+from gpupipe.ops.layout import bucket, ceil_div, inner_rows, row_starts, rows, stride, there, wide
 from gpupipe.ops.norms.tiles import forward_candidates, forward_us
 
 
@@ -182,7 +182,7 @@ def launch_forward(
 
     def run(config: Config) -> None:
         launch(
-            norm_forward, (triton.cdiv(count, config["ROWS"]),),
+            norm_forward, (ceil_div(count, config["ROWS"]),),
             x, branch, gate, seed, weight, bias, scale, shift, y, None if branch is None else total, mean, rstd,
             count, inner, group, x_outer, x_inner, branch_outer, branch_inner,
             stride(gate), stride(scale), stride(shift), threshold, keep_scale, eps,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.layout import bucket
+from gpupipe.device.jit import jit, launch, tl
+from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.packed import like_sides, sides, stepped, strides
 from gpupipe.ops.rotary.forward import _vector, heads_of, load_weights, next_place, place
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn_back
@@ -276,7 +276,7 @@ def launch_backward(
         launch(
             qk_backward, (programs, 2 if dv is None else 3),
             dq, dk, dv, q, k_in, dq_out, dk_out, dv_out, _vector(q_weight), _vector(k_weight), table, partials[0],
-            count, triton.cdiv(count, programs), tokens, prefix, tokens - suffix, grid[1], grid[2], *bases,
+            count, ceil_div(count, programs), tokens, prefix, tokens - suffix, grid[1], grid[2], *bases,
             dq_sample, dq_token, dk_sample, dk_token, dv_sample, dv_token, q_sample, q_token, k_sample, k_token,
             out_sample, out_token, eps,
             DQ_HEAD=dq_head, DK_HEAD=dk_head, DV_HEAD=dv_head, Q_HEAD=q_head, K_HEAD=k_head, HEADS=heads, DIM=dim,

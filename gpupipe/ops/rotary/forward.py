@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.layout import bucket
+from gpupipe.device.jit import jit, launch, tl
+from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.packed import sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn
 from gpupipe.ops.rotary.tiles import forward_candidates, forward_us
@@ -209,7 +209,7 @@ def launch_forward(
 
     def run(config: Config) -> None:
         launch(
-            qk_forward, (2 * triton.cdiv(count, config["TOKENS"]),),
+            qk_forward, (2 * ceil_div(count, config["TOKENS"]),),
             q, k, q_out, k_out, _vector(q_weight), _vector(k_weight), table,
             count, tokens, prefix, tokens - suffix, grid[1], grid[2], *bases, q_sample, q_token, k_sample, k_token, eps,
             Q_HEAD=q_head, K_HEAD=k_head, HEADS=heads, DIM=dim, INTERLEAVED=interleaved, NORM=norm, ROUND=conservative,

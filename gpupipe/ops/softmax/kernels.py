@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, Machine, choose, machine, streaming_us
-from gpupipe.device.jit import jit, launch, tl, triton
+from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops import layout
-from gpupipe.ops.layout import bucket, parts
+from gpupipe.ops.layout import bucket, ceil_div, parts
 
 LARGEST = 16384
 """Columns; longer rows do not fit in the registers of a program."""
@@ -284,7 +284,7 @@ def launch_forward(
 
     def run(config: Config) -> None:
         launch(
-            softmax_forward, (triton.cdiv(count, config["ROWS"]),),
+            softmax_forward, (ceil_div(count, config["ROWS"]),),
             x, mask, seed, y, *((None, None) if seed is None else (top, inverse)),
             count, *x_steps, *steps, scale, threshold, keep_scale, H=size, ROUND=conservative, **config,
         )  # fmt: skip
@@ -332,7 +332,7 @@ def launch_backward(
 
     def run(config: Config) -> None:
         launch(
-            softmax_backward, (triton.cdiv(count, config["ROWS"]),),
+            softmax_backward, (ceil_div(count, config["ROWS"]),),
             of_dy, y, x, mask, seed, *((None, None) if seed is None else (top, inverse)),
             dx if needs[0] else None, dmask if trained else None,
             count, *dy_steps, *x_steps, *steps, scale, threshold, keep_scale, H=size, ROUND=conservative, **config,

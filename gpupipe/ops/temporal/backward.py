@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.layout import bucket
+from gpupipe.device.jit import jit, launch, tl
+from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.packed import like_sides, sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, load_pairs, store_pairs, table_arguments, turn_back
 from gpupipe.ops.sums import add_up
@@ -165,7 +165,7 @@ def launch_backward(
     def run(config: Config) -> None:
         count = programs(samples, heads, frames, pixels, config["ROWS"])
         if summed:
-            count = count if count <= _AT_ONCE else triton.cdiv(count, _AT_ONCE) * _AT_ONCE
+            count = count if count <= _AT_ONCE else ceil_div(count, _AT_ONCE) * _AT_ONCE
             partials[0] = torch.empty((2, count, dim), dtype=torch.float32, device=x.device)
         launch(
             temporal_backward, (count,),

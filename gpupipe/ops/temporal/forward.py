@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from gpupipe.device.autotune import Config, choose, machine
-from gpupipe.device.jit import interpreted, jit, launch, tl, triton
-from gpupipe.ops.layout import bucket
+from gpupipe.device.jit import interpreted, jit, launch, tl
+from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.packed import sides, stepped, strides
 from gpupipe.ops.rotary.pairs import aligned, angles, load_pairs, store_pairs, table_arguments, turn
 from gpupipe.ops.temporal.tiles import forward_candidates, forward_us, padded_pairs
@@ -203,4 +203,4 @@ def launch_forward(
 
 def programs(samples: int, heads: int, frames: int, pixels: int, rows: int) -> int:
     """Tiles of all heads."""
-    return int(samples * heads * triton.cdiv(pixels, rows // frames))
+    return int(samples * heads * ceil_div(pixels, rows // frames))

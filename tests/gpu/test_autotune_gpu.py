@@ -1,0 +1,27 @@
+"""The tuner on a real GPU: it times, keeps the winner, and asks no more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gpupipe import ops
+from gpupipe.device import autotune, disk
+
+pytestmark = pytest.mark.gpu
+
+
+def test_times_once_and_keeps_the_winner(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GPUPIPE_AUTOTUNE", "full")
+    monkeypatch.setattr(autotune, "_chosen", {})
+    x = torch.randn(4096, 768, dtype=torch.bfloat16, device="cuda")
+    weight = torch.ones(768, dtype=torch.bfloat16, device="cuda")
+    exact = torch.nn.functional.rms_norm(x.double(), (768,), weight.double(), 1e-6)
+    found = ops.rms_norm(x, weight)
+    assert (found.double() - exact).abs().max() <= 2.0**-8 * exact.abs().max()
+    assert len(list((fresh_cache / disk.LAUNCHES).iterdir())) == 1
+    monkeypatch.setattr(autotune, "_chosen", {})  # as a new process would start
+    monkeypatch.setattr(autotune, "cold_us", lambda *_: pytest.fail("timed again"))
+    assert torch.equal(ops.rms_norm(x, weight), found)
