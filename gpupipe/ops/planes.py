@@ -107,6 +107,10 @@ def count_of(chunk, chunks, size, TILE: tl.constexpr):
     return mine * TILE - tl.where(chunk == (tiles - 1) % chunks, tiles * TILE - size, 0)
 
 
+_HALF_THE_TIME = 0.4
+"""Share of the time for which a program that loads nothing ahead has loads under way."""
+
+
 def _power(value: int) -> int:
     return 1 << max(0, value - 1).bit_length()
 
@@ -166,7 +170,7 @@ def sum_candidates(channels: int, size: int, item_bytes: int, last: bool, *, unr
         for steps, width in _shapes(channels, size, last, 32 * warps * (_VECTOR_BYTES // item_bytes)):
             for unroll in unrolls:
                 config = {"POSITIONS": steps, "CHANNELS": width, "UNROLL": unroll, "num_warps": warps}
-                found += [{**config, "PER_SM": per_sm} for per_sm in (2, 4, 8)]
+                found += [{**config, "PER_SM": per_sm, "STAGES": stages} for per_sm in (2, 4, 8) for stages in (1, 3)]
     return [dict(pairs) for pairs in dict.fromkeys(tuple(config.items()) for config in found)]
 
 
@@ -182,7 +186,7 @@ def chunks(gpu: Machine, config: Config, batch: int, channels: int, size: int, t
 
 def tile_of(config: Config) -> dict[str, int]:
     """What a launch takes of a candidate of :func:`sum_candidates`."""
-    return {name: config[name] for name in ("POSITIONS", "CHANNELS", "UNROLL", "num_warps")}
+    return {name: config[name] for name in ("POSITIONS", "CHANNELS", "UNROLL", "STAGES", "num_warps")}
 
 
 def sum_us(
@@ -193,13 +197,14 @@ def sum_us(
     steps, width, warps, unroll = config["POSITIONS"], config["CHANNELS"], config["num_warps"], config["UNROLL"]
     tiles, blocks = -(-size // (steps * unroll)), -(-channels // width)
     padded = tiles * unroll * steps * blocks * width / (size * channels)
-    per_thread = steps * width / (32 * warps)
+    per_thread, stages = steps * width / (32 * warps), config["STAGES"]
     shares = chunks(gpu, config, batch, channels, size, together)
     return streaming_us(
         gpu,
         total_bytes=batch * channels * (size * item_bytes * (reads + writes) * padded + 8 * sums * shares),
         programs=batch * blocks * shares,
-        tile_bytes=steps * width * unroll * item_bytes * reads,
+        tile_bytes=steps * width * unroll * item_bytes * reads * (stages - 1 if stages > 1 else _HALF_THE_TIME),
         warps=warps,
         registers=int(40 + per_thread * (unroll * reads * item_bytes * 0.4 + 2 * reads + sums)),
+        shared_bytes=steps * width * unroll * item_bytes * reads * (stages - 1),
     )

@@ -65,8 +65,8 @@ def conv_finish(
 def conv_finish_backward(
     dy_ptr, c_ptr, bias_ptr, dz_ptr, partial_ptr, size, chunks, blocks, dy_batch, dy_channel, dy_position,
     c_batch, c_channel, c_position, dz_channel, dz_position,
-    C: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr, ACT: tl.constexpr,
-    ROUND: tl.constexpr, LAST: tl.constexpr,
+    C: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    ACT: tl.constexpr, ROUND: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """The gradient before the activation, and its sums over one chunk, a channel: to ``partial`` (B, chunks, C)."""
     sample, block, chunk = place(tl.num_programs(0) - 1 - tl.program_id(0), chunks, blocks, LAST)
@@ -76,7 +76,7 @@ def conv_finish_backward(
     bias = channel_values(bias_ptr, channel, inside, 0.0)[None, :]
     sums = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     slab = tl.arange(0, POSITIONS)
-    for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS)):
+    for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS), num_stages=STAGES):
         dy_at = dy_ptr + sample * dy_batch + start * dy_position + wide_channel * dy_channel
         for step in tl.static_range(UNROLL):
             local = (step * POSITIONS + slab)[:, None]

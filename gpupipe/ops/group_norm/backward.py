@@ -54,7 +54,7 @@ def group_norm_sums(
     dy_ptr, x_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, partial_ptr, size, chunks, blocks,
     dy_batch, dy_channel, dy_position, x_batch, x_channel, x_position,
     C: tl.constexpr, EACH: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr,
-    ACT: tl.constexpr, ROUND: tl.constexpr, LAST: tl.constexpr,
+    STAGES: tl.constexpr, ACT: tl.constexpr, ROUND: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
     """Sums of dz and dz * n over one chunk, a channel: to ``partial`` (B, chunks, 2, C)."""
     sample, block, chunk = place(tl.program_id(0), chunks, blocks, LAST)
@@ -70,7 +70,7 @@ def group_norm_sums(
     ones = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     products = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     slab = tl.arange(0, POSITIONS)
-    for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS)):
+    for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS), num_stages=STAGES):
         x_at = x_ptr + start * x_position + wide_channel * x_channel
         dy_at = dy_ptr + start * dy_position + wide_channel * dy_channel
         for step in tl.static_range(UNROLL):

@@ -35,7 +35,8 @@ FINISH = 2048
 @jit
 def group_norm_stats(
     x_ptr, partial_ptr, size, chunks, blocks, x_batch, x_channel, x_position,
-    C: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr, LAST: tl.constexpr,
+    C: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, UNROLL: tl.constexpr, STAGES: tl.constexpr,
+    LAST: tl.constexpr,
 ):  # fmt: skip
     """Mean and squares about it of one chunk, a channel: to ``partial`` (B, chunks, 2, C)."""
     sample, block, chunk = place(tl.program_id(0), chunks, blocks, LAST)
@@ -50,7 +51,7 @@ def group_norm_stats(
 
     ones = tl.zeros((POSITIONS, CHANNELS), tl.float32)
     squares = tl.zeros((POSITIONS, CHANNELS), tl.float32)
-    for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS)):
+    for start in tl.range(chunk.to(tl.int64) * (UNROLL * POSITIONS), size, chunks * (UNROLL * POSITIONS), num_stages=STAGES):
         pointer = x_ptr + start * x_position + channel.to(tl.int64)[None, :] * x_channel
         for step in tl.static_range(UNROLL):
             local = (step * POSITIONS + slab)[:, None]

@@ -85,5 +85,6 @@ def backward_us(
         warps=warps * min(config["PER_SM"], held),
     )
     narrow = tile_rows * config["WIDTH"] * item_bytes < 8 * 32 * warps
-    unlikely = (1.15 if narrow else 1.0) * (1.05 if config["PER_SM"] > held else 1.0) * (1.01 if ahead > 2 else 1.0)
-    return overlapped_us(streaming, issuing) * unlikely
+    alone = min(config["PER_SM"], held) == 1  # nobody works while a program waits for its own warps
+    unlikely = (1.15 if narrow else 1.0) * (1.05 if config["PER_SM"] > held else 1.0) * (1.2 if alone else 1.0)
+    return overlapped_us(streaming, issuing) * unlikely * {1: 1.3, 2: 1.05}.get(ahead, 1.0)

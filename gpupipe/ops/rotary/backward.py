@@ -157,17 +157,25 @@ def _copy(
     HEADS: tl.constexpr, DIM: tl.constexpr, HA: tl.constexpr, PA: tl.constexpr, HB: tl.constexpr, PB: tl.constexpr,
     H1: tl.constexpr, F1: tl.constexpr, INTERLEAVED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """The gradient of what the op hands through, or zeros where there is none."""
     for step in tl.range(0, stop - begin, num_stages=STAGES):
         token = begin + step
         sample = (token // tokens).to(tl.int64)
         number = (token % tokens).to(tl.int64)
-        dy_row = dy_ptr + sample * dy_sample + number * dy_token
         dx_row = dx_ptr + sample * dx_sample + number * dx_token
-        start, live = heads_of(dy_row, DY_HEAD, 0, HA, HEADS)
-        a1, a2 = load_pairs(start, live, 0, PA, DIM, INTERLEAVED)
-        if HB > 0:
-            start, live = heads_of(dy_row, DY_HEAD, H1, HB, HEADS)
-            b1, b2 = load_pairs(start, live, F1, PB, DIM, INTERLEAVED)
+        if dy_ptr is not None:
+            dy_row = dy_ptr + sample * dy_sample + number * dy_token
+            start, live = heads_of(dy_row, DY_HEAD, 0, HA, HEADS)
+            a1, a2 = load_pairs(start, live, 0, PA, DIM, INTERLEAVED)
+            if HB > 0:
+                start, live = heads_of(dy_row, DY_HEAD, H1, HB, HEADS)
+                b1, b2 = load_pairs(start, live, F1, PB, DIM, INTERLEAVED)
+        else:
+            a1 = tl.zeros((HA, PA), tl.float32)
+            a2 = a1
+            if HB > 0:
+                b1 = tl.zeros((HB, PB), tl.float32)
+                b2 = b1
         start, live = heads_of(dx_row, DX_HEAD, 0, HA, HEADS)
         store_pairs(start, live, a1, a2, 0, PA, DIM, INTERLEAVED)
         if HB > 0:
@@ -211,7 +219,7 @@ def qk_backward(
             DK_HEAD, K_HEAD, DIM, HEADS, DIM, HA, PA, HB, PB, H1, F1, P0, P1, P2, VECTOR, INTERLEAVED, NORM, STAGES,
         )  # fmt: skip
     else:
-        if dv_ptr is not None:
+        if dv_out_ptr is not None:
             _copy(
                 dv_ptr, dv_out_ptr, begin, stop, tokens, dv_sample, dv_token, out_sample, out_token,
                 DV_HEAD, DIM, HEADS, DIM, HA, PA, HB, PB, H1, F1, INTERLEAVED, STAGES,
@@ -249,8 +257,6 @@ def launch_backward(
     samples, tokens, heads, dim = q.shape
     dx, dq_out, dk_out, *rest = like_sides(x, *(() if k is None else (k,)))
     dv_out = rest[0] if rest else None
-    if dv_out is not None and dv is None:
-        dv_out.zero_()
     none = x.new_empty(0)
     summed = (heads * dim if norm == 2 else dim) if need_weights and norm else 0
     dweights = torch.empty((2, summed) if summed else 0, dtype=torch.float32, device=x.device)
@@ -274,7 +280,7 @@ def launch_backward(
             partials[0] = torch.empty((2, programs, summed), dtype=torch.float32, device=x.device)
         cut = {name: config[name] for name in ("HA", "PA", "HB", "PB", "H1", "F1", "num_warps")}
         launch(
-            qk_backward, (programs, 2 if dv is None else 3),
+            qk_backward, (programs, 2 if dv_out is None else 3),
             dq, dk, dv, q, k_in, dq_out, dk_out, dv_out, _vector(q_weight), _vector(k_weight), table, partials[0],
             count, ceil_div(count, programs), tokens, prefix, tokens - suffix, grid[1], grid[2], *bases,
             dq_sample, dq_token, dk_sample, dk_token, dv_sample, dv_token, q_sample, q_token, k_sample, k_token,

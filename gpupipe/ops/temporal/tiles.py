@@ -54,7 +54,7 @@ def forward_candidates(frames: int, dim: int, heads: int) -> list[dict[str, int]
 
 def backward_candidates(frames: int, dim: int) -> list[dict[str, int]]:
     """The same, with registers that a thread may have at most: a few that spill may cost less than warps that are not there."""
-    return [{**tile, "maxnreg": most} for tile in candidates(frames, dim, BACKWARD_SHARE) for most in (255, 128, 80)]
+    return [{**tile, "maxnreg": most} for tile in candidates(frames, dim, BACKWARD_SHARE) for most in (255, 168, 128, 96, 80)]
 
 
 FORWARD_SHARE, BACKWARD_SHARE = 64, 32
@@ -71,7 +71,7 @@ def _us(
     programs = heads * -(-sequences // (rows // frames))
     tile_bytes = rows * dim * item_bytes
     flops = programs * products * 2 * rows * rows * 2 * pairs
-    registers = 60 + tiles * rows * max(rows, pairs) / (32 * warps)
+    registers = 40 + tiles * rows * max(rows, pairs) / (32 * warps)
     most = config.get("maxnreg", 255)
     angles = turned * programs * rows * pairs * 2 * 4 / config.get("AT", 1)
     streaming = streaming_us(
@@ -93,12 +93,29 @@ def forward_us(
 ) -> float:  # fmt: skip
     """Estimated time of the forward kernel: three reads and one write of every token."""
     us = _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=4, reads=3, products=2, tiles=4, turned=turned)
-    spills = interleaved and config["STAGES"] > 1  # pairs that are loaded ahead are held in the layout of products
-    return us * (1.5 if spills else 1.0)
+    if interleaved and config["STAGES"] > 1:  # pairs that are loaded ahead are held in the layout of products, and spill
+        us *= 1.5
+    elif config["AT"] > 1 and config["STAGES"] == 1:  # nothing is under way while a head is worked on
+        us *= 1.35
+    return us * (1.0 if config["num_warps"] == 4 else 1.4)
 
 
 def backward_us(
     gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int, turned: bool
 ) -> float:  # fmt: skip
     """Estimated time of the backward kernel: four reads and three writes of every token."""
-    return _us(gpu, config, sequences, heads, dim, frames, item_bytes, passes=7, reads=4, products=5, tiles=8, turned=turned)
+    us = _us(
+        gpu,
+        config,
+        sequences,
+        heads,
+        dim,
+        frames,
+        item_bytes,
+        passes=7,
+        reads=4,
+        products=5,
+        tiles=8 if turned else 2,
+        turned=turned,
+    )
+    return us * (1.0 if config["num_warps"] == 4 else 1.5)  # more warps wait for each other longer
