@@ -15,32 +15,44 @@ def modulations(x: torch.Tensor, **values: torch.Tensor | None) -> list[torch.Te
     Raises:
         ShapeError: for one that does not fit x.
     """
-    prefixes = {name: _prefix(name, value, x) for name, value in values.items() if value is not None}
-    finest = max(prefixes.values())
-    made: list[torch.Tensor | None] = []
+    finest = -1
+    alike = True  # all are rows of one number of x's dimensions, as models give them
     for name, value in values.items():
         if value is None:
+            continue
+        checks.floating(name, value, like=x)
+        prefix = _prefix(value.shape, x.shape)
+        if prefix is None:
+            raise ShapeError(
+                f"{name} is {checks.said(value)}, which does not fit x {tuple(x.shape)}",
+                fix=f"{name} must be ({x.shape[-1]},), one row for each of x's first dimensions such as "
+                f"{(*x.shape[:1], x.shape[-1])}, or {tuple(x.shape)}",
+            )
+        alike = alike and finest in (-1, prefix) and value.dim() == 2
+        finest = max(finest, prefix)
+    if alike:
+        return [None if value is None else matrix(value) for value in values.values()]
+    made: list[torch.Tensor | None] = []
+    for value in values.values():
+        if value is None:
             made.append(None)
-        elif prefixes[name] == finest and value.dim() == 2:
-            made.append(matrix(value))
-        else:
-            leading = x.shape[:finest]
-            value = value.reshape(*x.shape[: prefixes[name]], *[1] * (finest - prefixes[name]), x.shape[-1])
-            made.append(matrix(value.expand(*leading, x.shape[-1])))
+            continue
+        prefix = _prefix(value.shape, x.shape) or 0
+        value = value.reshape(*x.shape[:prefix], *[1] * (finest - prefix), x.shape[-1])
+        made.append(matrix(value.expand(*x.shape[:finest], x.shape[-1])))
     return made
 
 
-def _prefix(name: str, value: torch.Tensor, x: torch.Tensor) -> int:
-    """How many of x's leading dimensions a modulation has a row for each of."""
-    checks.floating(name, value, like=x)
-    if value.dim() > 0 and value.shape[-1] == x.shape[-1]:
-        leading = list(value.shape[:-1])
+def _prefix(shape: torch.Size, of: torch.Size) -> int | None:
+    """How many leading dimensions of x, ``of`` this shape, a modulation has a row for each of; None if it does not fit."""
+    if len(shape) == 2 and shape[1] == of[-1] and len(of) > 1:  # as models give them, with less ado
+        if shape[0] == 1:
+            return 0
+        return 1 if shape[0] == of[0] else None
+    if len(shape) > 0 and shape[-1] == of[-1]:
+        leading = list(shape[:-1])
         while leading and leading[-1] == 1:
             leading.pop()
-        if leading == list(x.shape[: len(leading)]) and value.dim() <= x.dim():
+        if leading == list(of[: len(leading)]) and len(shape) <= len(of):
             return len(leading)
-    raise ShapeError(
-        f"{name} is {checks.said(value)}, which does not fit x {tuple(x.shape)}",
-        fix=f"{name} must be ({x.shape[-1]},), one row for each of x's first dimensions such as "
-        f"{(*x.shape[:1], x.shape[-1])}, or {tuple(x.shape)}",
-    )
+    return None
