@@ -66,6 +66,9 @@ class Child:
         Raises:
             Stopped: when ``stop()`` turned true.
         """
+        if self._ended and self._process is None:
+            self._refused = ChildEnded("it was ended before it was started")
+            return False
         if not self._ready:
             try:
                 output = self._started().stdout
