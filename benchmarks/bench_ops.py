@@ -43,6 +43,7 @@ def subject_of(case: OpCase, name: str) -> Callable[..., Any]:
         return case.bare
     if name.startswith("compile"):
         torch._dynamo.reset()
+        torch._functorch.config.donated_buffer = False  # a backward is called many times over here
         options: dict[str, Any] = {"triton.mix_order_reduction": name == "compile"}
         return torch.compile(case.eager, fullgraph=True, options=options)
     return case.peers[name]()

@@ -184,6 +184,29 @@ def test_on_the_cpu_the_model_decides(lab: Lab) -> None:
     assert not lab.timed
 
 
+def test_all_are_tried_and_noted_within_a_block(lab: Lab, fresh_cache: Path) -> None:
+    lab.choose()
+    lab.timed.clear()
+    with autotune.noting(8) as choices:
+        assert lab.choose() == 3
+        assert lab.choose() == 3  # once
+    (choice,) = choices
+    assert lab.timed == list(range(1, 9))
+    assert (choice.op, choice.best(), choice.best(2)) == ("an_op", 2, 1)
+    assert choice.us == [abs(rows - 3) for rows in range(1, 9)]
+    lab.timed.clear()
+    assert lab.choose() == 3
+    assert not lab.timed  # what was known before is known again
+
+
+def test_a_block_may_only_compile(lab: Lab) -> None:
+    lab.us = lambda rows: math.nan if rows == 1 else 1.0
+    with autotune.noting(3, timed=False) as choices:
+        lab.choose()
+    assert not lab.timed
+    assert choices[0].us == [0.0, 0.0, 0.0]
+
+
 def test_threads_time_a_question_once(lab: Lab) -> None:
     found: list[int] = []
     threads = [threading.Thread(target=lambda: found.append(lab.choose())) for _ in range(8)]

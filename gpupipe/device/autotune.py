@@ -16,7 +16,8 @@ import os
 import statistics
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ _VERSION = 1
 
 _chosen: dict[tuple[Any, ...], Config] = {}
 _tuning = threading.Lock()
+_notes: _Notes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,50 @@ class Machine:
     cycles_per_us: float = 1700.0
     latency_us: float = 0.8
     """From asking for a line of memory to having it, under load."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What was tried for one kernel and one kind of inputs: candidates as the model ranks them, and microseconds of each.
+
+    A candidate that does not compile or fit has ``inf``; one that was only compiled, 0.
+    """
+
+    op: str
+    key: tuple[Any, ...]
+    candidates: list[Config]
+    us: list[float]
+
+    def best(self, of: int | None = None) -> int:
+        """Place of the fastest of all, or of the first so many."""
+        return min(range(len(self.us[:of])), key=self.us.__getitem__)
+
+
+@dataclass(slots=True)
+class _Notes:
+    most: int
+    timed: bool
+    choices: list[Choice]
+
+
+@contextmanager
+def noting(most: int, *, timed: bool = True) -> Iterator[list[Choice]]:
+    """Within the block, every choice is made anew of up to ``most`` candidates and noted; nothing is read from disk or kept.
+
+    Args:
+        most: candidates to try, of those that the model ranks highest.
+        timed: False only runs each once, which compiles it.
+    """
+    global _notes
+    before = _notes, dict(_chosen)
+    _chosen.clear()
+    _notes = _Notes(most, timed, [])
+    try:
+        yield _notes.choices
+    finally:
+        _notes = before[0]
+        _chosen.clear()
+        _chosen.update(before[1])
 
 
 @functools.cache
@@ -178,6 +224,9 @@ def _choose(
     with _tuning, torch.cuda.device(device):
         if (found := _chosen.get((op, key, device))) is not None:
             return found
+        if _notes is not None:
+            _chosen[op, key, device] = winner = _noted(op, key, ranked[: _notes.most], run, _notes)
+            return winner
         name = _file_name(op, key, device)
         stored = _stored(name, ranked)
         if stored is None and mode == "full" and len(ranked) > 1:
@@ -212,6 +261,26 @@ def _stored(name: str, candidates: Sequence[Config]) -> Config | None:
         return None
     kind = dict.fromkeys(candidates[0], int)
     return winner if isinstance(winner, dict) and {name: type(value) for name, value in winner.items()} == kind else None
+
+
+def _noted(
+    op: str, key: tuple[Any, ...], candidates: Sequence[Config], run: Callable[[Config], object], notes: _Notes
+) -> Config:
+    us = []
+    for candidate in candidates:
+        try:
+            if notes.timed:
+                us.append(cold_us(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]
+            else:
+                run(candidate)
+                us.append(0.0)
+        except Exception as error:
+            if not _does_not_fit(error):
+                raise
+            us.append(math.inf)
+    choice = Choice(op, key, list(candidates), us)
+    notes.choices.append(choice)
+    return candidates[choice.best()]
 
 
 class DoesNotFit(Exception):
