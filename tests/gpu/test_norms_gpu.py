@@ -20,6 +20,13 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
+@pytest.fixture(autouse=True)
+def no_norm_is_small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests of our kernels run them at any size."""
+    if "small" not in request.node.name:
+        monkeypatch.setattr("gpupipe.ops.norms.SMALL", -1)
+
+
 def check(case: str, shape: tuple[int, ...], modulated: tuple[int, ...], dtype: torch.dtype) -> None:
     op, names, settings = CASES[case]
     named = {"kind": settings["kind"]} if op not in (ops.layer_norm, ops.rms_norm) and settings else {}
@@ -150,3 +157,15 @@ def test_on_another_stream_it_stays_there() -> None:
         y = ops.rms_norm(x)
     stream.synchronize()
     assert torch.equal(y, ops.rms_norm(x))
+
+
+def test_small_plain_norms_are_torchs_own() -> None:
+    x = torch.randn(64, 96, dtype=torch.bfloat16, device="cuda")
+    weight, bias = torch.randn(2, 96, dtype=torch.bfloat16, device="cuda")
+    assert torch.equal(ops.layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (96,), weight, bias))
+    assert torch.equal(ops.rms_norm(x, weight, eps=1e-6), torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert ops.layer_norm(x, weight, bias).dtype == x.dtype
+    mixed = ops.layer_norm(x, weight.float(), bias.float())
+    assert mixed.dtype == x.dtype
+    torch.testing.assert_close(mixed, ops.layer_norm(x, weight, bias), rtol=2e-2, atol=2e-2)

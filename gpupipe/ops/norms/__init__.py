@@ -2,7 +2,8 @@
 
 All keep float32 within, whatever the input's type; ``y`` and the new residual have the type of ``x``, also under autocast. Rows
 are the last dimension, H; there may be any number of leading ones, in any strides. On the CPU, for float64 and for rows longer
-than 16 384 they are plain torch. Gradients repeat bit for bit; second derivatives are not offered.
+than 16 384 they are plain torch. So are plain norms of a few million elements on a GPU: torch's own kernels are done before Python
+has found ours. Gradients repeat bit for bit; second derivatives are not offered.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from gpupipe.ops.norms.tiles import LARGEST
 from gpupipe.ops.settings import Precision
 
 Kind = Literal["layer", "rms"]
+
+SMALL = 2**22
+"""Elements up to which torch's own plain norms are faster than any call that goes through Python to its kernel."""
 
 
 def layer_norm(
@@ -210,6 +214,13 @@ def gate_add_modulate_norm(
     )  # fmt: skip
 
 
+def _small(x: torch.Tensor, *of_columns: torch.Tensor | None) -> bool:
+    """True where torch's own plain norm does the same, sooner. Under autocast it would answer in float32."""
+    if not x.is_cuda or x.numel() > SMALL or torch.is_autocast_enabled("cuda"):
+        return False
+    return all(value is None or value.dtype == x.dtype for value in of_columns)
+
+
 def _norm(
     name: str,
     x: torch.Tensor,
@@ -241,6 +252,11 @@ def _norm(
         return reference.norm(
             x, branch, gate, weight, bias, scale, shift, eps=eps, rms=kind == "rms", conservative=conservative
         )  # fmt: skip
+    if branch is None and gate is None and scale is None and shift is None and _small(x, weight, bias):
+        if kind == "layer":
+            return functional.layer_norm(x, x.shape[-1:], weight, bias, eps), x
+        if bias is None:
+            return functional.rms_norm(x, x.shape[-1:], weight, eps), x
     seed = torch.randint(2**62, (1,), device=x.device) if p > 0 else None
     y, total, _, _ = norm_op(x, branch, gate, seed, p, weight, bias, scale, shift, eps, kind == "rms", conservative)
     return y, total
