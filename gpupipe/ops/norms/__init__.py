@@ -2,7 +2,7 @@
 
 All keep float32 within, whatever the input's type; ``y`` and the new residual have the type of ``x``, also under autocast. Rows
 are the last dimension, H; there may be any number of leading ones, in any strides. On the CPU, for float64 and for rows longer
-than 16 384 they are plain torch. So are plain norms of a few million elements on a GPU: torch's own kernels are done before ours
+than 16 384 they are plain torch. So are plain norms of a few million elements on a GPU: torch's own kernels finish before ours
 are found. Gradients repeat bit for bit; second derivatives are not offered.
 """
 
