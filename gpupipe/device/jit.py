@@ -52,7 +52,12 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
     gpu = torch._C._cuda_getDevice()
     key = (
         kernel, gpu, *constants.items(),
-        *[(arg.dtype, arg.data_ptr() & 15, arg.get_device()) if arg.__class__ in _TENSORS else arg for arg in args],
+        *[
+            (arg.dtype, arg.data_ptr() & 15, arg.get_device()) if arg.__class__ in _TENSORS
+            else (arg, float) if arg.__class__ is float  # 0.0 is not 0 to a kernel
+            else arg
+            for arg in args
+        ],
     )  # fmt: skip
     ready = _ready.get(key)
     if ready is None:

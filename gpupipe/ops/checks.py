@@ -63,5 +63,16 @@ def share(p: float) -> None:
     Raises:
         ConfigError: when it is none.
     """
-    if not 0 <= p <= 1:
-        raise ConfigError(f"p is {p}", fix="p is the share to drop, from 0 to 1")
+    if not isinstance(p, int | float) or not 0 <= p <= 1:
+        raise ConfigError(f"p is {p!r}", fix="p is the share to drop, from 0 to 1")
+
+
+def epsilon(eps: float) -> float:
+    """What is added before a root, as a float: a launch must not mistake 0 for 0.0.
+
+    Raises:
+        ConfigError: when it is no number from 0 on.
+    """
+    if not isinstance(eps, int | float) or not eps >= 0:
+        raise ConfigError(f"eps is {eps!r}", fix="eps is a number from 0 on, such as 1e-6")
+    return float(eps)

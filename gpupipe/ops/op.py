@@ -64,6 +64,12 @@ class Op:
         register_fake(f"gpupipe::{name}", fake, lib=_library)
         self.library_op = getattr(torch.ops.gpupipe, name).default
         self._function: Any = None
+        if backward is None:
+
+            def refuse(ctx: Any, *gradients: Any) -> None:
+                raise NotImplementedError(f"gpupipe::{name} cannot be differentiated: gpupipe.ops has no second derivatives")
+
+            register_autograd(f"gpupipe::{name}", refuse, lib=_library)
         if backward is not None and setup is not None:
             register_autograd(f"gpupipe::{name}", backward, setup_context=setup, lib=_library)
 

@@ -74,7 +74,7 @@ class Rope:
         Raises:
             ConfigError: for ``dims`` that do not fit.
         """
-        if len(grid) != len(dims) or any(dim % 2 for dim in dims):
+        if len(grid) != len(dims) or any(dim % 2 or dim < 0 for dim in dims) or min(grid, default=0) < 0:
             raise ConfigError(f"dims are {dims} for the grid {grid}", fix="give one even number for each axis")
         axes = []
         for length, dim in zip(grid, dims, strict=True):
@@ -128,8 +128,13 @@ def grid_of(grid: tuple[int, ...] | None, tokens: int) -> list[int]:
     Raises:
         ShapeError: when it does not have that many tokens.
     """
-    given = (tokens,) if grid is None else tuple(grid)
-    if not 1 <= len(given) <= AXES or math.prod(given) != tokens:
+    given = (tokens,) if grid is None else grid
+    if (
+        not isinstance(given, tuple | list)
+        or not 1 <= len(given) <= AXES
+        or not all(isinstance(size, int | torch.SymInt) and size >= 0 for size in given)
+        or math.prod(given) != tokens
+    ):
         raise ShapeError(f"grid is {given} for {tokens} tokens", fix="one to three sizes whose product is the number of tokens")
     return [*[1] * (AXES - len(given)), *given]
 

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Literal, Self, get_args
 
 import torch
+from torch.autograd import forward_ad
 
 from gpupipe.device.jit import serves
 from gpupipe.errors import ConfigError
@@ -81,8 +82,17 @@ def kernel_wanted(name: str) -> bool:
 
 
 def kernel_runs(name: str, x: torch.Tensor) -> bool:
-    """True when an op's kernel is wanted, runs on x's device and takes x's type; sizes are the op's own matter."""
-    return kernel_wanted(name) and serves(x.device) and x.dtype != torch.float64
+    """True when an op's kernel is wanted, runs on x's device and takes x's type; sizes are the op's own matter.
+
+    Not under a transform of ``torch.func`` or forward-mode differentiation, which only plain torch goes through.
+    """
+    return kernel_wanted(name) and serves(x.device) and x.dtype != torch.float64 and not _transformed()
+
+
+def _transformed() -> bool:
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def precision(mode: Precision) -> _Undo:

@@ -52,8 +52,9 @@ def group_norm_act(
     if x.dim() < 2 or x.shape[1] == 0:
         raise checks.refuse("x", x, "(B, C, ...) with at least one channel")
     channels = x.shape[1]
-    if groups < 1 or channels % groups:
-        raise ConfigError(f"groups is {groups} for {channels} channels", fix="groups must divide the channels evenly")
+    eps = checks.epsilon(eps)
+    if not isinstance(groups, int) or groups < 1 or channels % groups:
+        raise ConfigError(f"groups is {groups!r} for {channels} channels", fix="groups must divide the channels evenly")
     checks.vector("weight", weight, channels, x, of="channel")
     checks.vector("bias", bias, channels, x, of="channel")
     act = activations.known(activation)

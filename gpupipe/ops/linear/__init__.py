@@ -184,6 +184,7 @@ def norm_linear(
     checks.floating("x", x)
     if kind not in ("layer", "rms"):
         raise ConfigError(f"kind is {kind!r}", fix="choose 'layer' or 'rms'")
+    eps = checks.epsilon(eps)
     _layer(x, weight, bias, "x")
     checks.vector("norm_weight", norm_weight, x.shape[-1], x)
     checks.vector("norm_bias", norm_bias, x.shape[-1], x)

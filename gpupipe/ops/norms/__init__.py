@@ -172,6 +172,7 @@ def modulate_norm(
         ShapeError: when an argument does not fit x.
         ConfigError: for another ``kind``.
     """
+    checks.floating("scale", scale, like=x)
     return _norm(
         "modulate_norm", x, scale=scale, shift=shift, weight=weight, bias=bias, eps=eps, kind=kind, precision=precision
     )[0]  # fmt: skip
@@ -208,6 +209,8 @@ def gate_add_modulate_norm(
         ConfigError: for another ``kind``.
     """
     checks.same_shape("branch", branch, x)
+    checks.floating("gate", gate, like=x)
+    checks.floating("scale", scale, like=x)
     return _norm(
         "gate_add_modulate_norm", x, branch, gate=gate, scale=scale, shift=shift, weight=weight, bias=bias, eps=eps, kind=kind,
         precision=precision,
@@ -239,6 +242,7 @@ def _norm(
     checks.floating("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise checks.refuse("x", x, "(..., H) with at least one column")
+    eps = checks.epsilon(eps)
     if kind not in ("layer", "rms"):
         raise ConfigError(f"kind is {kind!r}", fix="choose 'layer' or 'rms'")
     checks.vector("weight", weight, x.shape[-1], x)

@@ -102,6 +102,11 @@ def prepared(
             checks.floating(name, weight, like=q)
             if weight.shape != (size,):
                 raise checks.refuse(name, weight, f"({size},) for the norm {norm!r} of {tuple(q.shape[2:])}")
+    if not isinstance(text, tuple | list) or len(text) != 2:
+        raise ShapeError(f"text is {text!r}", fix="give how many tokens come before and after the grid")
+    if rope is not None and not isinstance(rope, Rope):
+        raise ConfigError(f"rope is a {type(rope).__name__}", fix="make tables with gpupipe.ops.Rope or Rope.of")
+    eps = checks.epsilon(eps)
     prefix, suffix = text
     turned = q.shape[1] - prefix - suffix
     if min(prefix, suffix, turned) < 0:
@@ -111,6 +116,8 @@ def prepared(
         sizes = grid_of(grid, turned)
         return q_weight, k_weight, None, [0, 0, 0], [0, 0, 0], sizes, prefix, suffix, False, _NORMS[norm], eps, conservative
     sizes = rope.fitting(grid, turned, q.shape[3], q)
+    if turned == 0:  # all is text: there is no place on the grid to work out
+        return q_weight, k_weight, None, [0, 0, 0], [0, 0, 0], [1, 1, 1], prefix, suffix, False, _NORMS[norm], eps, conservative
     return (
         q_weight, k_weight, rope.table, rope.lengths, rope.pairs, sizes, prefix, suffix, rope.interleaved, _NORMS[norm], eps,
         conservative,

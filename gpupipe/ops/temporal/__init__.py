@@ -56,8 +56,8 @@ def temporal_attention(
         ConfigError: see :func:`gpupipe.ops.qk_norm_rope`.
     """
     q, k, v = unpack(qkv)
-    if len(grid) != 3:
-        raise ShapeError(f"grid is {tuple(grid)}", fix="give (T, H, W), whose product is the number of tokens")
+    if not isinstance(grid, tuple | list) or len(grid) != 3:
+        raise ShapeError(f"grid is {grid!r}", fix="give (T, H, W), whose product is the number of tokens")
     _, _, table, lengths, pairs, sizes, _, _, interleaved, kind, eps, conservative = prepared(
         q, q_weight, k_weight, rope, grid=grid, norm=norm, text=(0, 0), eps=eps, precision=precision
     )
