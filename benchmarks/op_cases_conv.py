@@ -75,5 +75,5 @@ def conv_cases() -> list[OpCase]:
 
 
 def tiny_conv_cases() -> list[OpCase]:
-    # A smaller convolution would do, but torch's own weight gradient in bfloat16 on the CPU then reads memory that nobody wrote.
+    # A smaller convolution would do, but its weight gradient in bfloat16 on the CPU is torch's and reads memory nobody wrote.
     return [group_norm_case(8, (2, 3, 4), groups=4), conv_case(32, (4, 8, 8)), softmax_case(1, 2, 8)]
