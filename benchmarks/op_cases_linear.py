@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from op_case import OpCase, random
 from op_timing import Inputs
@@ -83,12 +85,55 @@ def rest_cases(tokens: int, size: int) -> list[OpCase]:
             lambda x, bias, residual: residual + functional.gelu(x + bias, approximate="tanh"),
             3 * once, 3 * once, compiled=("compile",),
         ),
+        OpCase(
+            f"scale_cast-n{tokens}-h{size}-fp32", "rest",
+            lambda device: {
+                "x": random(device, tokens, size, dtype=torch.float32),
+                "factor": torch.full((1,), 0.125, device=device),
+            },
+            lambda x, factor: ops.scale_cast(x, factor, torch.bfloat16), lambda x, factor: (x * factor).to(torch.bfloat16),
+            3 * once, 3 * once, compiled=("compile",),
+        ),
+        OpCase(
+            f"timestep_embedding-n{tokens}-h256-fp32", "rest",
+            lambda device: {"t": (1000 * torch.rand(tokens, device=device)).requires_grad_()},
+            lambda t: ops.timestep_embedding(t, 256), lambda t: _waves(t, 256),
+            4.0 * tokens * 257, 4.0 * tokens * 258, compiled=("compile",),
+        ),
     ]  # fmt: skip
 
 
+def _waves(t: torch.Tensor, dim: int) -> torch.Tensor:
+    """As diffusers works it out."""
+    half = dim // 2
+    phase = t[:, None] * torch.exp(torch.arange(half, device=t.device) * (-math.log(10000.0) / (half - 1)))
+    return torch.cat([phase.sin(), phase.cos()], -1)
+
+
+def patch_case(grid: tuple[int, int, int], channels: int, size: int) -> OpCase:
+    """Patches of 1 x 2 x 2 of a latent video as tokens."""
+    frames, rows, columns = grid
+    tokens, values = math.prod(grid), 4 * channels
+
+    def video(device: torch.device) -> Inputs:
+        weight = random(device, size, channels, 1, 2, 2, grad=False) * values**-0.5
+        return {
+            "video": random(device, 1, channels, frames, 2 * rows, 2 * columns),
+            "weight": weight.requires_grad_(), "bias": random(device, size),
+        }  # fmt: skip
+
+    moved = 2.0 * tokens * (values + size)
+    return OpCase(
+        f"patch_embed3d-n{tokens}-h{size}-bf16", "rest", video,
+        lambda video, weight, bias: ops.patch_embed3d(video, weight, bias),
+        lambda video, weight, bias: functional.conv3d(video, weight, bias, stride=(1, 2, 2)).flatten(2).transpose(1, 2),
+        moved, 2 * moved, compiled=("compile",),
+    )  # fmt: skip
+
+
 def all_linear_cases() -> list[OpCase]:
-    return [*linear_cases(32768, 3072, 12288), *rest_cases(32768, 3072)]
+    return [*linear_cases(32768, 3072, 12288), *rest_cases(32768, 3072), patch_case((32, 32, 32), 16, 3072)]
 
 
 def tiny_linear_cases() -> list[OpCase]:
-    return [*linear_cases(6, 16, 32), *rest_cases(6, 16)]
+    return [*linear_cases(6, 16, 32), *rest_cases(6, 16), patch_case((2, 3, 4), 4, 16)]
