@@ -1,6 +1,6 @@
 """Fused model kernels, each alone, beside torch's own ops, the compiler and other libraries.
 
-    python benchmarks/bench_ops.py                                     # on the GPU; writes results/ops--<gpu>.json
+    python benchmarks/bench_ops.py                # on the GPU; writes results/ops--<gpu>.json, and a picture a family
     python benchmarks/bench_ops.py --cases modulate_norm rms_norm --subjects gpupipe compile
     python benchmarks/bench_ops.py --quick --out /tmp/results          # seconds, on the CPU: shows that it works
 
@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, Row, failed, summarise, write_results
+from common import RESULTS, Row, failed, gpu_slug, summarise, write_results
 from op_case import OpCase
 from op_cases import all_cases, tiny_cases
+from op_plots import draw
 from op_timing import Timing, copies_for, copy_bytes_a_us
 
 NEAR = 0.02
@@ -119,6 +120,8 @@ def main() -> None:
     if device.type == "cpu":
         facts["gpu"] = None
     print(write_results("ops", rows, facts, options.out, keep_other_cases=options.append))
+    for file in draw(rows, {case.name: case.family for case in cases}, options.out, gpu_slug(facts["gpu"])):
+        print(file)
 
 
 if __name__ == "__main__":
