@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from common import RESULTS, Row, failed, gpu_slug, summarise, write_results
 from op_case import OpCase
-from op_cases import all_cases, tiny_cases
+from op_cases import all_cases, named, tiny_cases
 from op_plots import draw
 from op_timing import Timing, copies_for, copy_bytes_a_us
 
@@ -105,9 +105,7 @@ def main() -> None:
     from gpupipe.observe.measure import machine_facts
 
     device = torch.device(options.device)
-    cases = tiny_cases() if options.quick else all_cases()
-    if options.cases:
-        cases = [case for case in cases if case.name in options.cases or case.name.split("-")[0] in options.cases]
+    cases = named(tiny_cases() if options.quick else all_cases(), options.cases)
     rates = copy_bytes_a_us(device) if device.type == "cuda" else []
     begun = time.monotonic()
     rows: list[Row] = []

@@ -15,6 +15,11 @@ def all_cases() -> list[OpCase]:
     return [*norms, *attention_cases(), *conv_cases(), *all_linear_cases()]
 
 
+def named(cases: list[OpCase], wanted: list[str] | None) -> list[OpCase]:
+    """Those whose op or whole name is wanted; all for None."""
+    return [case for case in cases if not wanted or case.name in wanted or case.name.split("-")[0] in wanted]
+
+
 def tiny_cases() -> list[OpCase]:
     """One of each op, small enough for a CPU."""
     return [*norm_cases(8, 32), *tiny_attention_cases(), *tiny_conv_cases(), *tiny_linear_cases()]

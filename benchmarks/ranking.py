@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from common import RESULTS, Row, summarise, write_results
-from op_cases import all_cases
+from op_cases import all_cases, named
 from op_timing import Timing
 
 from gpupipe.device.autotune import TIMED, Choice, noting
@@ -65,9 +65,7 @@ def main() -> int:
     options = command.parse_args()
     from gpupipe.observe.measure import machine_facts
 
-    names = [case.name for case in all_cases()]
-    if options.cases:
-        names = [name for name in names if name in options.cases or name.split("-")[0] in options.cases]
+    names = [case.name for case in named(all_cases(), options.cases)]
     with ProcessPoolExecutor(options.workers, multiprocessing.get_context("spawn")) as pool:
         for _ in pool.map(choices_of, names, [options.most] * len(names), [False] * len(names)):
             pass

@@ -25,12 +25,12 @@ from collections import deque
 from pathlib import Path
 
 import psutil
-import pynvml
 import torch
 from common import RESULTS, Row, summarise, write_results
 from make_media import make
 
 from gpupipe import VideoLoader
+from gpupipe.observe.machine import open_nvml
 from gpupipe.observe.measure import machine_facts
 from gpupipe.types import Batch
 
@@ -92,11 +92,12 @@ def used(device: torch.device) -> tuple[float, float, float]:
 
 def on_gpu(device: torch.device) -> int:
     """Bytes that this process holds on a GPU; that everybody holds where NVML does not tell processes apart."""
-    pynvml.nvmlInit()
-    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
-    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-        if process.pid == os.getpid() and process.usedGpuMemory is not None:
-            return int(process.usedGpuMemory)
+    opened = open_nvml(device)
+    if opened is not None:
+        nvml, handle = opened
+        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory is not None:
+                return int(process.usedGpuMemory)
     free, total = torch.cuda.mem_get_info(device)
     return total - free
 

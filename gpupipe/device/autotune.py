@@ -225,8 +225,11 @@ def _choose(
         if (found := _chosen.get((op, key, device))) is not None:
             return found
         if _notes is not None:
-            _chosen[op, key, device] = winner = _noted(op, key, ranked[: _notes.most], run, _notes)
-            return winner
+            tried = ranked[: _notes.most]
+            choice = Choice(op, key, tried, _times(op, key, tried, run, timed=_notes.timed)[0])
+            _notes.choices.append(choice)
+            _chosen[op, key, device] = tried[choice.best()]
+            return tried[choice.best()]
         name = _file_name(op, key, device)
         stored = _stored(name, ranked)
         if stored is None and mode == "full" and len(ranked) > 1:
@@ -263,26 +266,6 @@ def _stored(name: str, candidates: Sequence[Config]) -> Config | None:
     return winner if isinstance(winner, dict) and {name: type(value) for name, value in winner.items()} == kind else None
 
 
-def _noted(
-    op: str, key: tuple[Any, ...], candidates: Sequence[Config], run: Callable[[Config], object], notes: _Notes
-) -> Config:
-    us = []
-    for candidate in candidates:
-        try:
-            if notes.timed:
-                us.append(cold_us(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]
-            else:
-                run(candidate)
-                us.append(0.0)
-        except Exception as error:
-            if not _does_not_fit(error):
-                raise
-            us.append(math.inf)
-    choice = Choice(op, key, list(candidates), us)
-    notes.choices.append(choice)
-    return candidates[choice.best()]
-
-
 class DoesNotFit(Exception):
     """A candidate cannot serve these inputs: raised by what is timed."""
 
@@ -295,21 +278,7 @@ def _fastest(
     Returns:
         The winner, and whether a later process should go by it: not if memory was too short to try them all.
     """
-    import torch
-
-    times: list[float] = []
-    certain = True
-    for number, candidate in enumerate(candidates):
-        _tell(f"gpupipe: tuning {op} {key}: {number + 1} of {len(candidates)}")
-        try:
-            times.append(cold_us(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]
-        except Exception as error:
-            if not _does_not_fit(error):
-                raise
-            certain = certain and not isinstance(error, torch.cuda.OutOfMemoryError)
-            log.debug("candidate %s of %s does not fit: %s", dict(candidate), op, error)
-            times.append(math.inf)
-    _tell("")
+    times, certain = _times(op, key, candidates, run)
     best = min(range(len(times)), key=times.__getitem__)
     if math.isinf(times[best]):
         return candidates[0], False  # and the launch itself says what is wrong
@@ -317,6 +286,32 @@ def _fastest(
         best = 0
     log.info("tuned %s %s: %s, %.1f us", op, key, dict(candidates[best]), times[best])
     return candidates[best], certain
+
+
+def _times(
+    op: str, key: tuple[Any, ...], candidates: Sequence[Config], run: Callable[[Config], object], *, timed: bool = True
+) -> tuple[list[float], bool]:
+    """Microseconds of each candidate, ``inf`` for one that does not compile or fit; and whether memory was enough for all."""
+    import torch
+
+    times: list[float] = []
+    certain = True
+    for number, candidate in enumerate(candidates):
+        _tell(f"gpupipe: tuning {op} {key}: {number + 1} of {len(candidates)}")
+        try:
+            if timed:
+                times.append(cold_us(lambda candidate=candidate: run(candidate)))  # type: ignore[misc]
+            else:
+                run(candidate)
+                times.append(0.0)
+        except Exception as error:
+            if not _does_not_fit(error):
+                raise
+            certain = certain and not isinstance(error, torch.cuda.OutOfMemoryError)
+            log.debug("candidate %s of %s does not fit: %s", dict(candidate), op, error)
+            times.append(math.inf)
+    _tell("")
+    return times, certain
 
 
 def _does_not_fit(error: Exception) -> bool:

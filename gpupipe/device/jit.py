@@ -68,11 +68,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> 
             _ready[key] = made.run, made.function, made.packed_metadata, _order(kernel, len(args), constants)
         return
     run, function, metadata, order = ready
-    if order is not None:
-        args = (*args, *constants.values())
-        args = tuple([args[place] for place in order])
+    given = (*args, *constants.values())
     across, down, deep = (*grid, 1, 1)[:3]
-    run(across, down, deep, torch._C._cuda_getCurrentRawStream(gpu), function, metadata, None, None, None, *args)
+    stream = torch._C._cuda_getCurrentRawStream(gpu)
+    run(across, down, deep, stream, function, metadata, None, None, None, *[given[place] for place in order])
 
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)

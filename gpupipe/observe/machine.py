@@ -168,6 +168,25 @@ class ResourceSampler:
         return seconds, resident
 
 
+def open_nvml(device: torch.device) -> tuple[ModuleType, Any] | None:
+    """NVML and its handle of one GPU or MIG partition; None where there is no NVML or it does not know the GPU."""
+    import torch
+
+    from gpupipe.device import inventory
+
+    if not inventory.package("pynvml").present:
+        return None
+    nvml = inventory.load("pynvml")
+    try:
+        nvml.nvmlInit()
+        # By UUID: torch counts the GPUs that CUDA_VISIBLE_DEVICES leaves, NVML counts all.
+        uuid = str(torch.cuda.get_device_properties(device).uuid)
+        uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return nvml, nvml.nvmlDeviceGetHandleByUUID(uuid)
+    except nvml.NVMLError:
+        return None
+
+
 class _GpuCounters:
     """NVML's view of one GPU. A counter that this GPU, driver or partition does not have reads None."""
 
@@ -177,21 +196,8 @@ class _GpuCounters:
 
     @classmethod
     def open(cls, device: torch.device) -> _GpuCounters | None:
-        import torch
-
-        from gpupipe.device import inventory
-
-        if not inventory.package("pynvml").present:
-            return None
-        nvml = inventory.load("pynvml")
-        try:
-            nvml.nvmlInit()
-            # By UUID: torch counts the GPUs that CUDA_VISIBLE_DEVICES leaves, NVML counts all.
-            uuid = str(torch.cuda.get_device_properties(device).uuid)
-            uuid = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            return cls(nvml, nvml.nvmlDeviceGetHandleByUUID(uuid))
-        except nvml.NVMLError:
-            return None
+        opened = open_nvml(device)
+        return None if opened is None else cls(*opened)
 
     def read(self) -> tuple[float | None, float | None, int | None]:
         """(GPU use in percent, NVDEC use in percent, bytes in use)."""

@@ -96,12 +96,12 @@ def wide(pointer, mask):
 
 
 @jit
-def there(live, columns, H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr):
-    """Which elements of a tile exist: of all its columns, where they all do, so that nobody asks for each."""
-    if FIRST + PART <= H:
+def there(live, H: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Which elements of a tile of columns ``FIRST`` and following exist; one answer a row where all its columns do."""
+    if FIRST + WIDTH <= H:
         return live[:, None]
     else:
-        return live[:, None] & (columns < H)
+        return live[:, None] & (FIRST + tl.arange(0, WIDTH)[None, :] < H)
 
 
 @jit

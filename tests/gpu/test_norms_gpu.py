@@ -21,10 +21,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(autouse=True)
-def no_norm_is_small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def no_norm_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests of our kernels run them at any size."""
-    if "small" not in request.node.name:
-        monkeypatch.setattr("gpupipe.ops.norms.SMALL", -1)
+    monkeypatch.setattr("gpupipe.ops.norms.SMALL", -1)
 
 
 def check(case: str, shape: tuple[int, ...], modulated: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -159,8 +158,9 @@ def test_on_another_stream_it_stays_there() -> None:
     assert torch.equal(y, ops.rms_norm(x))
 
 
-def test_small_plain_norms_are_torchs_own() -> None:
+def test_small_plain_norms_are_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(64, 96, dtype=torch.bfloat16, device="cuda")
+    monkeypatch.setattr("gpupipe.ops.norms.SMALL", x.numel())
     weight, bias = torch.randn(2, 96, dtype=torch.bfloat16, device="cuda")
     assert torch.equal(ops.layer_norm(x, weight, bias), torch.nn.functional.layer_norm(x, (96,), weight, bias))
     assert torch.equal(ops.rms_norm(x, weight, eps=1e-6), torch.nn.functional.rms_norm(x, (96,), weight, 1e-6))

@@ -62,6 +62,6 @@ def _matrix(name: str, full: bool, bits: int, shift: int) -> NDArray[np.float64]
         )
         linear = from_ycc / np.array([luma_span, chroma_span, chroma_span])
         offset = -linear @ np.array([black, grey, grey])
-    matrix: np.ndarray[tuple[int, ...], np.dtype[np.float64]] = np.concatenate([linear * 2.0**-shift, offset[:, None]], axis=1)
+    matrix: NDArray[np.float64] = np.concatenate([linear * 2.0**-shift, offset[:, None]], axis=1)
     matrix.flags.writeable = False
     return matrix

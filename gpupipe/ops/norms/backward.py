@@ -150,7 +150,7 @@ def norm_backward(
         sum_u = tl.zeros((ROWS, WIDTH), tl.float32)
         for part in tl.static_range(PARTS):
             columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
-            mask = there(live, columns, H, part * WIDTH, WIDTH)
+            mask = there(live, H, part * WIDTH, WIDTH)
             dy = wide(dy_row + columns, mask)
             normal = wide(sum_row + columns, mask)
             if mean is not None:
@@ -179,7 +179,7 @@ def norm_backward(
 
         new_dyn, new_dy, new_gate = (), (), ()
         for part in tl.static_range(PARTS):
-            mask = there(live, part * WIDTH + tl.arange(0, WIDTH)[None, :], H, part * WIDTH, WIDTH)
+            mask = there(live, H, part * WIDTH, WIDTH)
             off = normals[part] * mean_un
             if mean is not None:
                 off += mean_u

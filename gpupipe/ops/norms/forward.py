@@ -114,7 +114,7 @@ def norm_forward(
     values = ()
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     for part in tl.static_range(PARTS):
-        mask = there(live, part * WIDTH + tl.arange(0, WIDTH)[None, :], H, part * WIDTH, WIDTH)
+        mask = there(live, H, part * WIDTH, WIDTH)
         x = _load_sum(
             x_row, branch_row, gate_row, sum_row, seed, threshold, keep_scale, row, mask, x_type, part * WIDTH, WIDTH, ROUND
         )  # fmt: skip
@@ -141,7 +141,7 @@ def norm_forward(
 
     for part in tl.static_range(PARTS):
         columns = part * WIDTH + tl.arange(0, WIDTH)[None, :]
-        mask = there(live, columns, H, part * WIDTH, WIDTH)
+        mask = there(live, H, part * WIDTH, WIDTH)
         _store(
             values[part] * rstd[:, None], y_ptr + dense, weight_ptr, bias_ptr, scale_row, shift_row, mask, x_type, columns,
             ROUND, RMS,

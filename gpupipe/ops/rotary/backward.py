@@ -48,7 +48,7 @@ def _load(
 
 @jit
 def _store(
-    g1, g2, x1, x2, u1, u2, rstd, mean, dx_row, first, second,
+    g1, g2, x1, x2, u1, u2, rstd, along, dx_row, first, second,
     DX_HEAD: tl.constexpr, H0: tl.constexpr, HN: tl.constexpr, F0: tl.constexpr, PN: tl.constexpr, HEADS: tl.constexpr,
     DIM: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -57,8 +57,8 @@ def _store(
         if SUMS:
             first += g1 * (x1 * rstd)
             second += g2 * (x2 * rstd)
-        u1 = u1 * rstd - x1 * mean
-        u2 = u2 * rstd - x2 * mean
+        u1 = u1 * rstd - x1 * along
+        u2 = u2 * rstd - x2 * along
     start, live = heads_of(dx_row, DX_HEAD, H0, HN, HEADS)
     store_pairs(start, live, u1, u2, F0, PN, DIM, INTERLEAVED)
     return first, second
@@ -110,7 +110,7 @@ def _side(
                 dy_row, x_row, weight_ptr, table_ptr, frame, line, column, turned, second_base, third_base, total,
                 DY_HEAD, X_HEAD, H1, HB, F1, PB, HEADS, DIM, P0, P1, P2, VECTOR, INTERLEAVED, NORM,
             )  # fmt: skip
-        rstd_a, rstd_b, mean_a, mean_b = None, None, None, None
+        rstd_a, rstd_b, along_a, along_b = None, None, None, None
         if NORM > 0:
             over: tl.constexpr = HEADS * DIM if NORM == 2 else DIM
             if NORM == 2:
@@ -126,15 +126,15 @@ def _side(
                 squares_b, products_b = squares_a, products_a
             rstd_a = tl.rsqrt(squares_a / over + eps)
             rstd_b = tl.rsqrt(squares_b / over + eps)
-            mean_a = products_a * rstd_a * rstd_a * rstd_a / over  # of u * n, and what x is to be multiplied by for it
-            mean_b = products_b * rstd_b * rstd_b * rstd_b / over
+            along_a = products_a * rstd_a * rstd_a * rstd_a / over  # times x: n * mean(u * n) / deviation
+            along_b = products_b * rstd_b * rstd_b * rstd_b / over
         a_first, a_second = _store(
-            ga1, ga2, xa1, xa2, ua1, ua2, rstd_a, mean_a, dx_row, a_first, a_second,
+            ga1, ga2, xa1, xa2, ua1, ua2, rstd_a, along_a, dx_row, a_first, a_second,
             DX_HEAD, 0, HA, 0, PA, HEADS, DIM, INTERLEAVED, NORM, sums,
         )  # fmt: skip
         if HB > 0:
             b_first, b_second = _store(
-                gb1, gb2, xb1, xb2, ub1, ub2, rstd_b, mean_b, dx_row, b_first, b_second,
+                gb1, gb2, xb1, xb2, ub1, ub2, rstd_b, along_b, dx_row, b_first, b_second,
                 DX_HEAD, H1, HB, F1, PB, HEADS, DIM, INTERLEAVED, NORM, sums,
             )  # fmt: skip
         sample, number, turned, frame, line, column = next_place(

@@ -116,7 +116,6 @@ def backward_us(
         instructions=2 * count * warps * (110 + 17 * per_thread),
         warps=warps * min(config["PER_SM"], held),
     )
-    unlikely = (1.05 if config["PER_SM"] > held else 1.0) * (
-        1.3 if ahead > 1 else 1.0
-    )  # what is loaded ahead is loaded narrower
+    narrower = 1.3 if ahead > 1 else 1.0  # loads that go ahead are narrower
+    unlikely = narrower * (1.05 if config["PER_SM"] > held else 1.0)
     return overlapped_us(streaming, issuing) * unlikely

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 from gpupipe.errors import ShapeError
 from gpupipe.ops import checks, settings
+from gpupipe.ops.layout import MOST_ROWS
 from gpupipe.ops.op import Op
 from gpupipe.ops.settings import Precision
-from gpupipe.ops.softmax.kernels import LARGEST, MOST_ROWS, launch_backward, launch_forward
+from gpupipe.ops.softmax.kernels import LARGEST, launch_backward, launch_forward
 
 
 def scaled_softmax(

@@ -11,24 +11,16 @@ import torch
 from gpupipe.device.autotune import Config, Machine, choose, machine, streaming_us
 from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops import layout
-from gpupipe.ops.layout import bucket, ceil_div, parts
+from gpupipe.ops.layout import bucket, ceil_div, parts, row_starts
 
 LARGEST = 16384
 """Columns; longer rows do not fit in the registers of a program."""
-MOST_ROWS = 2**31 - 2**20
-"""A kernel counts rows in 32 bits."""
 _DRAWS = 65536
 
 
 @jit
-def _starts(pointer, row, inner, outer_stride, inner_stride):
-    """Pointers (ROWS, 1) to where rows start."""
-    return pointer + ((row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride)[:, None]
-
-
-@jit
 def _mask_starts(pointer, row, inner, middle, outer_stride, middle_stride, inner_stride):
-    """The same for a mask, whose rows may repeat in three ways."""
+    """Pointers (ROWS, 1) to where the rows of a mask start, which may repeat in three ways."""
     far = row // inner
     at = (far // middle).to(tl.int64) * outer_stride + (far % middle).to(tl.int64) * middle_stride
     return pointer + (at + (row % inner).to(tl.int64) * inner_stride)[:, None]
@@ -98,8 +90,8 @@ def softmax_forward(
     seed = None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
-    x_row = _starts(x_ptr, row, x_inner, x_outer_stride, x_inner_stride)
-    y_row = _starts(y_ptr, row, 1, H, 0)
+    x_row = row_starts(x_ptr, row, x_inner, x_outer_stride, x_inner_stride)
+    y_row = row_starts(y_ptr, row, 1, H, 0)
     mask_row = None
     if mask_ptr is not None:
         mask_row = _mask_starts(
@@ -172,24 +164,24 @@ def softmax_backward(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < count
-    dy_row = _starts(dy_ptr, row, dy_inner, dy_outer_stride, dy_inner_stride)
+    dy_row = row_starts(dy_ptr, row, dy_inner, dy_outer_stride, dy_inner_stride)
     y_row, x_row, mask_row, dx_row, dmask_row = None, None, None, None, None
     seed, top, inverse = None, None, None
     if seed_ptr is not None:
         seed = tl.load(seed_ptr)
         top = tl.load(top_ptr + row, mask=live, other=0.0)
         inverse = tl.load(inverse_ptr + row, mask=live, other=0.0)
-        x_row = _starts(x_ptr, row, x_inner, x_outer_stride, x_inner_stride)
+        x_row = row_starts(x_ptr, row, x_inner, x_outer_stride, x_inner_stride)
         if mask_ptr is not None:
             mask_row = _mask_starts(
                 mask_ptr, row, mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride
             )  # fmt: skip
     else:
-        y_row = _starts(y_ptr, row, 1, H, 0)
+        y_row = row_starts(y_ptr, row, 1, H, 0)
     if dx_ptr is not None:
-        dx_row = _starts(dx_ptr, row, 1, H, 0)
+        dx_row = row_starts(dx_ptr, row, 1, H, 0)
     if dmask_ptr is not None:
-        dmask_row = _starts(dmask_ptr, row, 1, H, 0)
+        dmask_row = row_starts(dmask_ptr, row, 1, H, 0)
     y0, dy0 = _load_gradient(
         dy_row, y_row, x_row, mask_row, mask_step, scale, top, inverse, seed, row, threshold, keep_scale, live,
         H, 0, FIRST, ROUND,
