@@ -642,7 +642,8 @@ def test_a_clip_that_takes_long_is_given_up_when_the_loop_ends(folder: Path, mon
 
 
 SCRIPT = """
-import os, sys, time
+import faulthandler, os, sys, time
+faulthandler.dump_traceback_later(HANGS, exit=True)
 from gpupipe import VideoLoader
 loader = VideoLoader(
     [sys.argv[1]] * 4000, clip={"frames": 8}, transform={"size": 64}, batch=2, device="cpu", decode={"threads": 3}
@@ -654,19 +655,23 @@ for number, batch in enumerate(loader):
 """
 
 
+HANGS = 60
+"""Seconds after which a script tells where each of its threads is, and ends."""
+
+
 def script(body: str, folder: Path) -> subprocess.Popen[str]:
-    text = SCRIPT.replace("BODY", textwrap.dedent(body).strip().replace("\n", "\n    "))
+    text = SCRIPT.replace("HANGS", str(HANGS)).replace("BODY", textwrap.dedent(body).strip().replace("\n", "\n    "))
     command = [sys.executable, "-c", text, str(folder / "even/0.mp4")]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def ends(process: subprocess.Popen[str], seconds: float) -> tuple[int, str]:
+def ends(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        _, errors = process.communicate(timeout=seconds)
+        _, errors = process.communicate(timeout=HANGS + 30)
     except subprocess.TimeoutExpired:
         process.kill()
         process.communicate()
-        pytest.fail(f"still running after {seconds} s")
+        pytest.fail(f"still running after {HANGS + 30} s")
     return process.returncode, errors
 
 
@@ -677,7 +682,7 @@ def test_ctrl_c_ends_the_loop_at_once(folder: Path, body: str) -> None:
     assert process.stdout.readline() == "running\n"
     process.send_signal(signal.SIGINT)
     begin = time.monotonic()
-    code, errors = ends(process, 10)
+    code, errors = ends(process)
     assert time.monotonic() - begin < 6  # on a busy machine too
     assert code == -signal.SIGINT, errors
     assert errors.count("Traceback") == 1
@@ -694,12 +699,15 @@ def test_ctrl_c_ends_the_loop_at_once(folder: Path, body: str) -> None:
     ],
 )
 def test_the_interpreter_may_exit_amid_an_epoch(folder: Path, body: str, code: int, says: str) -> None:
-    begin = time.monotonic()
-    returned, errors = ends(script(body, folder), 30)
+    process = script(body, folder)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n", ends(process)
+    begin = time.monotonic()  # only now: what the imports before it take is the machine's affair
+    returned, errors = ends(process)
     assert returned == code, errors
     assert errors.strip().endswith(says)
     assert errors.count("Traceback") == bool(says)
-    assert time.monotonic() - begin < 25
+    assert time.monotonic() - begin < 15
 
 
 class InWorker(torch.utils.data.IterableDataset[Any]):
