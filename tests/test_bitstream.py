@@ -167,7 +167,7 @@ def test_other_codecs_trust_the_container() -> None:
 @settings(deadline=None, max_examples=200)
 @given(st.sampled_from(["h264", "hevc"]), st.binary(max_size=400), st.sampled_from([0, 1, 2, 4]))
 def test_rubbish_is_read_in_bounded_time(codec: str, data: bytes, length_size: int) -> None:
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for extradata in (data, b"\x01" + data, b"\x01" * 22 + b"\xff" + data, b"\x01" * 22 + b"\xff" + b"\xff" * 400 + data):
         sets = parameter_sets(codec, extradata)
         assert isinstance(sets, bytes)
@@ -179,7 +179,7 @@ def test_rubbish_is_read_in_bounded_time(codec: str, data: bytes, length_size: i
     except ValueError:
         out = b""
     assert isinstance(out, bytes)
-    assert time.perf_counter() - begin < 1
+    assert time.thread_time() - begin < 1
 
 
 def packets_of(path: Path) -> tuple[str, bytes, list[Any]]:

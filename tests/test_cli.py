@@ -286,7 +286,7 @@ def test_interrupt_leaves_at_once_and_quietly(command: str, folder: Path, tmp_pa
             if line.startswith(("measuring", "making clips")):
                 break
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=20)
+        _, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 130

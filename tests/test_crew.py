@@ -35,7 +35,7 @@ def test_a_late_thread_loses_its_work_and_its_place() -> None:
 
     one = crew(["a", "b"], work, taken=taken.append)
     one.start()
-    assert done.wait(10)
+    assert done.wait(60)
     assert taken == ["slow"]
     one.join()
     assert sorted(outcome) == ["a", "a'", "b"]
@@ -75,7 +75,7 @@ def test_what_the_watch_fails_with_is_told(where: str) -> None:
 
     one = crew(["a"], work, failed=failed, **{where: fail})
     one.start()
-    assert heard.wait(10)
+    assert heard.wait(60)
     assert str(told[0]) == "no more"
     free.set()
     one.join()

@@ -124,7 +124,7 @@ def test_a_process_that_dies_is_replaced_and_one_that_dies_twice_is_an_error(
     process.decode(index, plan)
     (child,) = helpers()
     os.kill(child.pid, signal.SIGKILL)
-    child.wait(5)
+    child.wait(60)
     assert same(process.decode(index, plan), cpu.decode(index, plan))
     start = DecodeProcess._start
 
@@ -339,7 +339,7 @@ def test_processes_yield_to_the_users_own_work(clips: dict[str, Path]) -> None:
         assert os.getpgid(child.pid) != os.getpgid(0), "Ctrl-C is for this process alone"
         assert os.getsid(child.pid) == os.getsid(0), "in a session of its own, priorities would mean nothing against others"
         child.kill()
-        child.wait(5)
+        child.wait(60)
         assert not process.ready
         process.get_ready()
         assert process.ready

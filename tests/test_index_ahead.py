@@ -94,7 +94,7 @@ def test_the_first_videos_are_indexed_here_and_told_of_together(
 
     def watched(identity: Identity, stop: Stop) -> tuple[bytes, str]:
         made.append(identity.path)
-        assert released.wait(10)
+        assert released.wait(60)
         return store.make(identity, stop)
 
     monkeypatch.setattr("gpupipe.data.index.ahead.make", watched)
@@ -149,7 +149,7 @@ def test_abandoning_ends_threads_and_processes_at_once(videos: list[str]) -> Non
     begin = time.monotonic()
     ahead.abandon()
     ended(ahead)
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 8
 
 
 def test_a_process_tells_why_a_record_was_not_stored(
