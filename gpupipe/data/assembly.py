@@ -55,7 +55,8 @@ class Assembly:
         self._device = device
         self._stream = stream
         self._epoch = epoch
-        self._index = index
+        self.index = index
+        """Position of the batch in its epoch."""
         self._lock = threading.Lock()
         self._arrivals: list[Arrival | None] = [None] * size
         self._left = size
@@ -112,7 +113,7 @@ class Assembly:
             tuple(arrival.record for arrival in arrivals),
             text=text,
             epoch=self._epoch,
-            index=self._index,
+            index=self.index,
             mix=mixed,
             substituted=tuple(path for _, path in sorted(self._unusable, key=lambda note: note[0])),
         )
