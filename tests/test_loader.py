@@ -94,7 +94,7 @@ def test_a_batch_of_a_folder(folder: Path) -> None:
         batches = list(loader)
     assert len(batches) == len(loader) == 4
     assert loader.batch_size == 2
-    assert sorted(path for batch in batches for path in batch.paths) == loader.dataset
+    assert sorted(path for batch in batches for path in batch.paths) == loader.dataset.paths
     for number, batch in enumerate(batches):
         assert list(batch) == ["video", "pts_seconds", "mask", "label"]
         assert batch["video"] is batch.video

@@ -105,7 +105,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     rows = _long_enough(config.videos, settings)
     with VideoLoader(rows, config=settings.model_copy(update={"source": SourceConfig()})) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
-        videos = len(set(loader.dataset))
+        videos = len(set(loader.dataset.paths))
         with Progress(f"measuring {videos} videos", config.clips) as bar:
             result = measure(
                 loader,

@@ -27,7 +27,7 @@ from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import Helping
 from gpupipe.data.decode.fleet import engines_of, index_workers
 from gpupipe.data.files import OpenFiles
-from gpupipe.data.group import batch_count, group
+from gpupipe.data.group import Group, batch_count, group
 from gpupipe.data.iterator import BatchIterator, forked, refuse_inside
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
@@ -40,6 +40,7 @@ from gpupipe.data.source import Videos, class_names, collect, column_kinds, labe
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
+from gpupipe.data.views import ClipDataset, EpochSampler, LoaderView
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
@@ -151,6 +152,7 @@ class VideoLoader:
             files=files,
             digest=states.digest([entry.path for entry in entries]),
         )
+        self._dataset = ClipDataset(entries, self.config, self.device, kinds, self._job.folder, before, after)
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
         for name in _COUNTS + (_CACHE_COUNTS if self._job.clips is not None else ()):
@@ -165,13 +167,35 @@ class VideoLoader:
         weakref.finalize(self, self._job.kill).atexit = False
 
     @property
-    def dataset(self) -> list[str]:
-        """The paths of all videos, in source order."""
-        return [entry.path for entry in self._job.entries]
+    def dataset(self) -> ClipDataset:
+        """The videos as a map-style dataset: ``dataset.paths`` names them, ``dataset[k]`` makes one clip."""
+        return self._dataset
+
+    @property
+    def sampler(self) -> EpochSampler:
+        """Which videos come in this rank's next epoch; with ``set_epoch``."""
+        return EpochSampler(self)
 
     @property
     def batch_size(self) -> int:
         return self.config.batch.size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.config.batch.last == "drop"
+
+    # As torch's DataLoader has them, for code that asks: threads of this process make batches that are ready on the device.
+    batch_sampler = collate_fn = generator = None
+    num_workers = 0
+    pin_memory = False
+
+    def as_dataloader(self) -> LoaderView:
+        """This loader as a ``torch.utils.data.DataLoader`` of the same batches, for tools that insist on one."""
+        return LoaderView(self)
+
+    def upcoming(self) -> list[int]:
+        """The videos of this rank's next ``iter()`` in the order in which they come, as positions in ``dataset.paths``."""
+        return [request.entry for one in self._groups(self._next) for request in one.requests]
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -244,11 +268,15 @@ class VideoLoader:
 
     def _begin(self) -> tuple[Pipeline, states.Position]:
         """Starts the next epoch, or what is left of it; and where that begins."""
-        start, job = self._next, self._job
-        groups = [one for one in group(job.order, self.config, start.epoch, start.samples) if one.index not in start.ahead]
-        self._pipeline = Pipeline(job, groups, start.epoch, resumed=start != states.Position(start.epoch))
+        start = self._next
+        self._pipeline = Pipeline(self._job, self._groups(start), start.epoch, resumed=start != states.Position(start.epoch))
         self._next, self._position = states.Position(start.epoch + 1), start
         return self._pipeline, start
+
+    def _groups(self, start: states.Position) -> list[Group]:
+        """This rank's batches of an epoch, from a position on."""
+        groups = group(self._job.order, self.config, start.epoch, start.samples)
+        return [one for one in groups if one.index not in start.ahead]
 
     def _go_on(self) -> tuple[Pipeline, states.Position]:
         """The same behind an epoch that has ended, for the iterator that had it."""
