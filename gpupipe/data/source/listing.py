@@ -1,0 +1,61 @@
+"""What a loader reads: its videos, listed, labelled and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from gpupipe.config import LoaderConfig, MixConfig
+from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
+from gpupipe.data.source.columns import Kind, column_kinds, start_frame
+from gpupipe.errors import ConfigError
+from gpupipe.types import Entry
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """A loader's videos.
+
+    Attributes:
+        entries: in source order.
+        classes: the names of the classes in the order of their numbers, where labels are names or folders; else none.
+        kinds: what each column of a batch is.
+    """
+
+    entries: list[Entry]
+    classes: tuple[str, ...]
+    kinds: dict[str, Kind]
+
+
+def list_videos(videos: Videos, config: LoaderConfig) -> Listing:
+    """Lists the videos and checks their rows, so that a bad one is told of now, not when its turn comes.
+
+    Raises:
+        SourceError: when the videos cannot be found or listed, or a column is missing or cannot travel.
+        ConfigError: when labels do not fit ``transform.mix``.
+        DeviceError: when a package that reads them is not installed.
+    """
+    source = config.source
+    entries = collect(videos, source, config.columns)
+    names = label_names(entries, source)
+    if names:
+        entries = number_labels(entries, names)
+    for entry in entries:
+        start_frame(entry)
+    classes = (source.classes or class_names(entries)) if source.label_from == "folder" else names
+    kinds = column_kinds(entries, config.columns)
+    if config.transform.mix is not None:
+        _check_labels(entries, kinds, config.transform.mix)
+    return Listing(entries, classes, kinds)
+
+
+def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
+    """Raises ConfigError unless every video has a label that ``mix`` knows."""
+    if kinds.get("label") != "int":
+        raise ConfigError("transform.mix needs a label for each video, a whole number", fix="see labels in the README's table")
+    for entry in entries:
+        if not 0 <= int(entry.columns["label"]) < mix.num_classes:
+            raise ConfigError(
+                f"{entry.path} has the label {entry.columns['label']}, transform.mix.num_classes is {mix.num_classes}",
+                fix="labels go from 0 to num_classes - 1",
+            )
