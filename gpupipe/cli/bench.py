@@ -103,7 +103,9 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     settings = _loader_config(config)
     rows = _long_enough(config.videos, settings)
-    with VideoLoader(rows, config=settings.model_copy(update={"source": SourceConfig()})) as loader:
+    with VideoLoader(
+        rows, config=settings.model_copy(update={"source": SourceConfig(npy_columns=settings.source.npy_columns)})
+    ) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
         videos = len(set(loader.dataset))
         with Progress(f"measuring {videos} videos", config.clips) as bar:

@@ -207,7 +207,8 @@ class LoaderConfig(StageConfig):
     shuffle: bool = True
     """A new order each epoch; False: that of the list."""
     columns: tuple[str, ...] = ()
-    """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
+    """Columns of the source carried to the batch besides ``label``: numbers and arrays of numbers as tensors, text in
+    ``batch.text``."""
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
     """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
     smaller; an epoch of which every clip was skipped ends in an error. ``raise``: the loop gets the error. Always counted and

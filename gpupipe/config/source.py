@@ -32,6 +32,11 @@ class SourceConfig(StageConfig):
     """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
     their place among ``classes``."""
 
+    npy_columns: tuple[str, ...] = ()
+    """Columns that hold paths of .npy files, relative to the table's own folder: what the files hold travels to the batch under
+    the column's name, all of one shape. They are read with the clip, never unpickled; one that cannot be used makes its row a
+    bad file."""
+
     @field_validator("extensions")
     @classmethod
     def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:

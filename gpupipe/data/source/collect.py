@@ -57,7 +57,7 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
 
 def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist: bool) -> list[Entry]:
     if isinstance(item, Mapping):
-        return [row_entry(item, config.path_column, base=None, where="a row of videos")]
+        return [row_entry(item, config, base=None, where="a row of videos")]
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
     path = os.fspath(item)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpupipe.config import LoaderConfig, MixConfig
+from gpupipe.data.source.arrays import with_arrays
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
 from gpupipe.data.source.columns import Kind, column_kinds, start_frame
 from gpupipe.errors import ConfigError
@@ -43,10 +44,10 @@ def list_videos(videos: Videos, config: LoaderConfig) -> Listing:
     for entry in entries:
         start_frame(entry)
     classes = (source.classes or class_names(entries)) if source.label_from == "folder" else names
-    kinds = column_kinds(entries, config.columns)
+    kinds = column_kinds(entries, config.columns, source.npy_columns)
     if config.transform.mix is not None:
         _check_labels(entries, kinds, config.transform.mix)
-    return Listing(entries, classes, kinds)
+    return Listing(with_arrays(entries, kinds), classes, kinds)
 
 
 def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:

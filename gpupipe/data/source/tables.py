@@ -29,11 +29,13 @@ def read_table(path: str, config: SourceConfig, columns: Sequence[str] = ()) -> 
     """
     base = os.path.dirname(path)
     if path.lower().endswith(PARQUET):
-        found = parquet_rows(path, (config.path_column, *columns), (config.label_column, "label", START_COLUMN))
-        entries = [row_entry(row, config.path_column, base, f"{path} row {number}") for number, row in enumerate(found)]
+        found = parquet_rows(
+            path, (config.path_column, *columns, *config.npy_columns), (config.label_column, "label", START_COLUMN)
+        )
+        entries = [row_entry(row, config, base, f"{path} row {number}") for number, row in enumerate(found)]
     else:
         found_lines = _lines(path, config.path_column)
-        entries = [row_entry(row, config.path_column, base, f"{path} line {number}") for number, row in found_lines]
+        entries = [row_entry(row, config, base, f"{path} line {number}") for number, row in found_lines]
     if not entries:
         raise SourceError(f"the table {path} has no rows", fix=f"give a header with {config.path_column!r} and one row a video")
     return entries
@@ -77,12 +79,13 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
     return rows
 
 
-def row_entry(row: Mapping[str, Any], path_column: str, base: str | None, where: str) -> Entry:
-    """The entry of one row; its path is taken relative to ``base``, the folder of its table, where there is one.
+def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, where: str) -> Entry:
+    """The entry of one row; its paths are taken relative to ``base``, the folder of its table, where there is one.
 
     Raises:
         SourceError: when the row has no path.
     """
+    path_column = config.path_column
     path = row.get(path_column)
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise SourceError(
@@ -90,6 +93,9 @@ def row_entry(row: Mapping[str, Any], path_column: str, base: str | None, where:
             fix="name the column of paths with SourceConfig.path_column",
         )
     columns = {k: v for k, v in row.items() if k != path_column}
+    for name in config.npy_columns:
+        if base and isinstance(columns.get(name), str) and columns[name]:
+            columns[name] = os.path.join(base, columns[name])
     return Entry(os.path.join(base or "", os.fspath(path)), columns, where if base is not None else "")
 
 
