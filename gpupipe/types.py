@@ -193,6 +193,8 @@ class Entry:
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = field(default="", compare=False)
     """The table and line that it comes from; empty without a table."""
+    part: int = field(default=0, compare=False)
+    """Which item of the list of videos it comes from, from 0."""
 
     @property
     def named(self) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from gpupipe.config.stage import StageConfig
 
@@ -36,6 +36,21 @@ class SourceConfig(StageConfig):
     """Columns that hold paths of .npy files, relative to the table's own folder: what the files hold travels to the batch under
     the column's name, all of one shape. They are read with the clip, never unpickled; one that cannot be used makes its row a
     bad file."""
+
+    weights: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
+    """Shares of an epoch's samples, a number for each item of the list of videos: ``VideoLoader(["a.csv", "b/"],
+    source={"weights": [0.7, 0.3]})``. They need not sum to 1; shares are exact to rounding. None: each video once."""
+    epoch_length: Literal["total", "first_exhausted", "all_exhausted"] | Annotated[int, Field(ge=1)] = "total"
+    """Samples of an epoch, over all ranks. ``total``: as many as there are videos; ``first_exhausted``: as many as there are
+    before a source has to repeat one; ``all_exhausted``: until all of each source has come; or a number. Sources are repeated
+    or cut to fit, and go on in the next epoch where they were left."""
+
+    @field_validator("weights")
+    @classmethod
+    def _some_weight(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if value and not any(value):
+            raise ValueError("all weights are 0: give one above it")
+        return value
 
     @field_validator("extensions")
     @classmethod

@@ -111,7 +111,7 @@ class VideoLoader:
         entries = listing.entries
         self._classes = listing.classes
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
-        order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
+        order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size, listing.mixture)
         self._batches = batch_count(len(order), self.config)
         if self._batches == 0:
             raise ConfigError(

@@ -45,7 +45,11 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
     elif isinstance(videos, set | frozenset):
         raise SourceError("a set of videos has another order in each process", fix="give a list, say sorted(videos)")
     elif isinstance(videos, Iterable):
-        entries = [entry for item in videos for entry in _one(item, config, columns, must_exist=False)]
+        entries = [
+            replace(entry, part=part) if part else entry
+            for part, item in enumerate(videos)
+            for entry in _one(item, config, columns, must_exist=False)
+        ]
     else:
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
     if not entries:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gpupipe.config import LoaderConfig, MixConfig
+from gpupipe.config import LoaderConfig, MixConfig, SourceConfig
+from gpupipe.data.mixture import Mixture
 from gpupipe.data.source.arrays import with_arrays
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
 from gpupipe.data.source.columns import Kind, column_kinds, start_frame
@@ -21,11 +23,13 @@ class Listing:
         entries: in source order.
         classes: the names of the classes in the order of their numbers, where labels are names or folders; else none.
         kinds: what each column of a batch is.
+        mixture: how often an epoch visits each; None: once.
     """
 
     entries: list[Entry]
     classes: tuple[str, ...]
     kinds: dict[str, Kind]
+    mixture: Mixture | None
 
 
 def list_videos(videos: Videos, config: LoaderConfig) -> Listing:
@@ -33,7 +37,7 @@ def list_videos(videos: Videos, config: LoaderConfig) -> Listing:
 
     Raises:
         SourceError: when the videos cannot be found or listed, or a column is missing or cannot travel.
-        ConfigError: when labels do not fit ``transform.mix``.
+        ConfigError: when labels do not fit ``transform.mix``, or ``source.weights`` the videos.
         DeviceError: when a package that reads them is not installed.
     """
     source = config.source
@@ -47,7 +51,21 @@ def list_videos(videos: Videos, config: LoaderConfig) -> Listing:
     kinds = column_kinds(entries, config.columns, source.npy_columns)
     if config.transform.mix is not None:
         _check_labels(entries, kinds, config.transform.mix)
-    return Listing(with_arrays(entries, kinds), classes, kinds)
+    items = entries[-1].part + 1
+    if source.weights and len(source.weights) != items:
+        raise ConfigError(
+            f"source.weights has {len(source.weights)} numbers, videos has {items} items",
+            fix="give a list of videos, and a weight for each of its items, in its order",
+        )
+    return Listing(with_arrays(entries, kinds), classes, kinds, _mixture(entries, source))
+
+
+def _mixture(entries: Sequence[Entry], config: SourceConfig) -> Mixture | None:
+    """How the items of the list of videos are mixed, where they are."""
+    if config.weights:
+        sizes = Counter(entry.part for entry in entries)
+        return Mixture.of([sizes[part] for part in range(len(config.weights))], config.weights, config.epoch_length)
+    return Mixture.of([len(entries)], [1.0], config.epoch_length) if config.epoch_length != "total" else None
 
 
 def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
