@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+import os
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator
 
 from gpupipe.config.stage import StageConfig
+
+
+def _as_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 class SourceConfig(StageConfig):
@@ -37,6 +42,10 @@ class SourceConfig(StageConfig):
     the column's name, all of one shape. They are read with the clip, never unpickled; one that cannot be used makes its row a
     bad file."""
 
+    root: Annotated[str, BeforeValidator(_as_text)] | None = None
+    """A folder that all files must lie in, once links are followed: for lists that others made. A row whose path leads out of
+    it, by ``..``, as an absolute path or through a link, is an error that names the row. Relative paths start where they do
+    without it. None: paths lead anywhere."""
     weights: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
     """Shares of an epoch's samples, a number for each item of the list of videos: ``VideoLoader(["a.csv", "b/"],
     source={"weights": [0.7, 0.3]})``. They need not sum to 1; shares are exact to rounding. None: each video once."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,6 +12,7 @@ from typing import Any
 
 from gpupipe.config import PathLike, SourceConfig
 from gpupipe.data.source.columns import reads_as_number
+from gpupipe.data.source.inside import URL, check_inside
 from gpupipe.data.source.tables import TABLES, read_table, row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
@@ -20,8 +20,6 @@ from gpupipe.types import Entry
 Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
 """A file, folder, glob pattern or table (.csv, .jsonl, .parquet); a row, that is a mapping with path and columns; or a list."""
 
-
-_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".xlsx", ".npy", ".pkl")
 """Endings of files that people keep lists in."""
 
@@ -36,7 +34,7 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
 
     Raises:
         SourceError: when ``videos`` is a path that does not exist, an empty folder, a pattern without matches, an unreadable
-            table, or of a type that names no videos.
+            table, of a type that names no videos, or when a path leads out of ``config.root``.
     """
     if isinstance(videos, bytes):
         raise SourceError(f"videos={videos!r} is bytes", fix="give text: os.fsdecode(path)")
@@ -54,6 +52,8 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
     if not entries:
         raise SourceError("the list of videos is empty", fix="give at least one video")
+    if config.root is not None:
+        check_inside(entries, config.root, config.npy_columns)
     if config.label_from == "folder":
         return _label_by_folder(entries, config.classes)
     return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
@@ -67,7 +67,7 @@ def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist:
     path = os.fspath(item)
     if not path:
         raise SourceError("a path in videos is empty", fix="leave it out, or write . for the working directory")
-    if _URL.match(path):
+    if URL.match(path):
         raise SourceError(f"{path} is a URL: gpupipe reads files", fix="download it, or mount what it names as a folder")
     if os.path.isdir(path):
         return _folder(path, config)
