@@ -18,7 +18,7 @@ from gpupipe.config.augment import (
 )
 from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
-from gpupipe.config.source import SourceConfig
+from gpupipe.config.source import FilterConfig, SourceConfig
 from gpupipe.config.stage import Misfit, PathLike, StageConfig, names_only, whole_number
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
@@ -36,6 +36,7 @@ __all__ = [
     "ColorJitterConfig",
     "DecodeConfig",
     "ErasingConfig",
+    "FilterConfig",
     "JitterConfig",
     "LoaderConfig",
     "MixConfig",

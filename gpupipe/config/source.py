@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, field_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from gpupipe.config.ranges import ascending
 from gpupipe.config.stage import StageConfig
 
 
 def _as_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+class FilterConfig(StageConfig):
+    """Which videos are taken, by facts that their indices tell; a bound may be met exactly. Files that cannot be indexed are
+    left to ``on_bad_file``."""
+
+    example: ClassVar[str] = '{"min_seconds": 2, "min_size": 256}'
+
+    min_frames: Annotated[int, Field(ge=1)] | None = None
+    """Frames that a video has, at least."""
+    max_frames: Annotated[int, Field(ge=1)] | None = None
+    """Frames, at most."""
+    min_seconds: Annotated[float, Field(ge=0)] | None = None
+    """Seconds from the first frame to the end of the last, at least."""
+    max_seconds: Annotated[float, Field(gt=0)] | None = None
+    """Seconds, at most."""
+    min_size: Annotated[int, Field(ge=1)] | None = None
+    """Pixels of the shorter side, as displayed, at least."""
+    max_size: Annotated[int, Field(ge=1)] | None = None
+    """Pixels of the shorter side, at most."""
+    fps: tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]] | None = None
+    """Average frames per second, (least, most)."""
+
+    @model_validator(mode="after")
+    def _some_pass(self) -> Self:
+        for fact in ("frames", "seconds", "size"):
+            least, most = getattr(self, f"min_{fact}"), getattr(self, f"max_{fact}")
+            if least is not None and most is not None and least > most:
+                raise ValueError(f"no video passes min_{fact}={least:g} and max_{fact}={most:g}")
+        ascending("fps", self.fps)
+        return self
 
 
 class SourceConfig(StageConfig):
@@ -42,6 +74,9 @@ class SourceConfig(StageConfig):
     the column's name, all of one shape. They are read with the clip, never unpickled; one that cannot be used makes its row a
     bad file."""
 
+    filter: FilterConfig = FilterConfig()
+    """Which videos are taken, by length, size and rate; all unless asked for. Indices that are missing are made when the loader
+    is, which reads each file's packets once; ``gpupipe index`` makes them ahead."""
     root: Annotated[str, BeforeValidator(_as_text)] | None = None
     """A folder that all files must lie in, once links are followed: for lists that others made. A row whose path leads out of
     it, by ``..``, as an absolute path or through a link, is an error that names the row. Relative paths start where they do

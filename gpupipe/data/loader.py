@@ -107,9 +107,9 @@ class VideoLoader:
         rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
-        listing = list_videos(videos, self.config)
+        listing = list_videos(videos, self.config, max(1, cpu_quota() // local_ranks(self.device)))
         entries = listing.entries
-        self._classes = listing.classes
+        self._classes, self._left_out = listing.classes, listing.left_out
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size, listing.mixture)
         self._batches = batch_count(len(order), self.config)
@@ -168,6 +168,11 @@ class VideoLoader:
     def classes(self) -> tuple[str, ...]:
         """The names of the classes in the order of their numbers, where labels are names or folders; else none."""
         return self._classes
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Videos that ``source.filter`` left out, with the reason."""
+        return dict(self._left_out)
 
     @property
     def bad_files(self) -> dict[str, str]:

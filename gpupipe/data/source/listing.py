@@ -11,6 +11,7 @@ from gpupipe.data.mixture import Mixture
 from gpupipe.data.source.arrays import with_arrays
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
 from gpupipe.data.source.columns import Kind, column_kinds, start_frame
+from gpupipe.data.source.filter import left_out
 from gpupipe.errors import ConfigError
 from gpupipe.types import Entry
 
@@ -24,19 +25,25 @@ class Listing:
         classes: the names of the classes in the order of their numbers, where labels are names or folders; else none.
         kinds: what each column of a batch is.
         mixture: how often an epoch visits each; None: once.
+        left_out: videos that ``source.filter`` left out, with the reason.
     """
 
     entries: list[Entry]
     classes: tuple[str, ...]
     kinds: dict[str, Kind]
     mixture: Mixture | None
+    left_out: dict[str, str]
 
 
-def list_videos(videos: Videos, config: LoaderConfig) -> Listing:
+def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Listing:
     """Lists the videos and checks their rows, so that a bad one is told of now, not when its turn comes.
 
+    Args:
+        processes: how many make the indices that ``source.filter`` asks for.
+
     Raises:
-        SourceError: when the videos cannot be found or listed, or a column is missing or cannot travel.
+        SourceError: when the videos cannot be found or listed, a column is missing or cannot travel, or no video passes
+            the filter.
         ConfigError: when labels do not fit ``transform.mix``, or ``source.weights`` the videos.
         DeviceError: when a package that reads them is not installed.
     """
@@ -57,7 +64,9 @@ def list_videos(videos: Videos, config: LoaderConfig) -> Listing:
             f"source.weights has {len(source.weights)} numbers, videos has {items} items",
             fix="give a list of videos, and a weight for each of its items, in its order",
         )
-    return Listing(with_arrays(entries, kinds), classes, kinds, _mixture(entries, source))
+    out = left_out(entries, source.filter, processes, (config.rank or 0, config.world_size or 1))
+    entries = with_arrays([entry for entry in entries if entry.path not in out] if out else entries, kinds)
+    return Listing(entries, classes, kinds, _mixture(entries, source), out)
 
 
 def _mixture(entries: Sequence[Entry], config: SourceConfig) -> Mixture | None:
