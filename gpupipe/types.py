@@ -193,6 +193,8 @@ class Entry:
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = field(default="", compare=False)
     """The table and line that it comes from; empty without a table."""
+    part: int = field(default=0, compare=False)
+    """Which item of the list of videos it comes from, from 0."""
 
     @property
     def named(self) -> str:
@@ -279,7 +281,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
 
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
     ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one, or (B, classes) float32 where
-    ``mix`` is asked for; further numeric columns as asked for, int64 or float64.
+    ``mix`` is asked for; further columns of numbers as asked for, (B,) int64 or float64, and of arrays, (B, …) int64, float32
+    or float64.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with

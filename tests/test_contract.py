@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
@@ -33,12 +34,15 @@ OPTIONS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def rows(clips: dict[str, Path]) -> list[dict[str, Any]]:
     names = ("h264", "vp9_odd", "mpeg4", "h264_odd", "hevc")
-    return [{"path": str(clips[names[k % 5]]), "label": k % 3, "caption": f"clip {k}", "score": k / 4} for k in range(10)]
+    return [
+        {"path": str(clips[names[k % 5]]), "label": k % 3, "caption": f"clip {k}", "score": k / 4, "embedding": np.full(3, k)}
+        for k in range(10)
+    ]
 
 
 @pytest.fixture
 def loader(rows: list[dict[str, Any]]) -> Iterator[VideoLoader]:
-    with VideoLoader(rows, **OPTIONS, columns=["caption", "score"]) as made:
+    with VideoLoader(rows, **OPTIONS, columns=["caption", "score", "embedding"]) as made:
         yield made
 
 
@@ -86,6 +90,7 @@ def test_the_dataset_makes_single_clips_of_which_torch_makes_batches(loader: Vid
     item = dataset[7]
     assert item["video"].shape == (3, 4, 24, 24)
     assert (item["label"], item["caption"], item["score"]) == (1, "clip 7", 1.75)
+    assert item["embedding"].tolist() == [7, 7, 7]
     assert item["mask"].all()
     assert item["pts_seconds"].shape == (4,)
     batch = next(iter(DataLoader(dataset, batch_size=5, sampler=RandomSampler(dataset))))
@@ -194,8 +199,9 @@ dist.destroy_process_group()
 """
 
 
-def ranks_of(world: int, rows: list[dict[str, Any]], options: dict[str, Any], state: dict[str, Any]) -> list[Any]:
+def ranks_of(world: int, given: list[dict[str, Any]], options: dict[str, Any], state: dict[str, Any]) -> list[Any]:
     """What each of so many processes with torch.distributed received, by rank."""
+    rows = [{name: row[name] for name in ("path", "label")} for row in given]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

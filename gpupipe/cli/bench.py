@@ -73,9 +73,14 @@ def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str
     """The videos, over and over until a pass over them is long: between two passes a loader starts anew."""
     from gpupipe.data.source import collect
 
-    rows = [{**entry.columns, "path": entry.path} for entry in collect(existing(videos), loader.source)]
+    rows = [{**entry.columns, "path": entry.path} for entry in collect(existing(videos), loader.source, loader.columns)]
     size = loader.batch.size
     return rows * -(-min(_PASS_BATCHES * size, max(size, _PASS_CLIPS)) // len(rows))
+
+
+def _kept(source: SourceConfig) -> SourceConfig:
+    """What still counts of the source's settings once its videos are listed as rows."""
+    return SourceConfig(npy_columns=source.npy_columns, filter=source.filter)
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     settings = _loader_config(config)
     rows = _long_enough(config.videos, settings)
-    with VideoLoader(rows, config=settings.model_copy(update={"source": SourceConfig()})) as loader:
+    with VideoLoader(rows, config=settings.model_copy(update={"source": _kept(settings.source)})) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
         videos = len(set(loader.dataset.paths))
         with Progress(f"measuring {videos} videos", config.clips) as bar:

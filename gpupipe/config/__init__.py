@@ -18,6 +18,7 @@ from gpupipe.config.augment import (
 )
 from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
+from gpupipe.config.source import FilterConfig, SourceConfig
 from gpupipe.config.stage import Misfit, PathLike, StageConfig, names_only, whole_number
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
@@ -35,6 +36,7 @@ __all__ = [
     "ColorJitterConfig",
     "DecodeConfig",
     "ErasingConfig",
+    "FilterConfig",
     "JitterConfig",
     "LoaderConfig",
     "MixConfig",
@@ -43,46 +45,6 @@ __all__ = [
     "StageConfig",
     "TransformConfig",
 ]
-
-
-class SourceConfig(StageConfig):
-    """Which files count as videos when a folder is given, and where labels come from."""
-
-    example: ClassVar[str] = '{"label_from": "folder"}'
-
-    extensions: tuple[str, ...] = (
-        ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
-        ".ogv",
-    )  # fmt: skip
-    """Endings of the names of files that count as videos in a folder, in lower or upper case."""
-    recursive: bool = True
-    """Look into the folders inside a folder too."""
-    label_from: Literal["column", "folder"] = "column"
-    """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
-    classes: tuple[str, ...] = ()
-    """Names of the folders, or of the labels where these are text, in the order of their numbers; none: those that are there,
-    sorted. Give a validation set the ``classes`` of the training loader: it may lack some."""
-    path_column: str = "path"
-    """The column of a table that holds the video's path; relative paths start at the table's own folder."""
-    label_column: str = "label"
-    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
-    their place among ``classes``."""
-
-    @field_validator("extensions")
-    @classmethod
-    def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for ending in value:
-            if not ending.startswith(".") or ending == ".":
-                raise ValueError(f"{ending!r} is no ending of a file's name: write it with its dot, as '.mp4'")
-        return value
-
-    @field_validator("classes")
-    @classmethod
-    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        twice = next((name for name in value if value.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{twice!r} is there twice: each class has one number")
-        return value
 
 
 class ClipConfig(StageConfig):
@@ -251,7 +213,8 @@ class LoaderConfig(StageConfig):
     repeat: bool = False
     """One iterator goes through epoch after epoch, for trainers that count steps: the loader has no ``len()``."""
     columns: tuple[str, ...] = ()
-    """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
+    """Columns of the source carried to the batch besides ``label``: numbers and arrays of numbers as tensors, text in
+    ``batch.text``."""
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
     """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
     smaller; an epoch of which every clip was skipped ends in an error. ``raise``: the loop gets the error. Always counted and

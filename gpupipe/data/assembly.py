@@ -12,7 +12,7 @@ import torch
 
 from gpupipe.config import MixConfig
 from gpupipe.data.order import MIX, clip_generator
-from gpupipe.data.source.columns import Kind
+from gpupipe.data.source.columns import Kind, dtype_of
 from gpupipe.data.transform import mix as mixing
 from gpupipe.device.stream import hand_over
 from gpupipe.types import Batch, ClipRecord
@@ -126,6 +126,5 @@ class Assembly:
         }
         for name, kind in self._kinds.items():
             if kind != "text":
-                dtype = np.int64 if kind == "int" else np.float64
-                columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype)
+                columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype_of(kind))
         return {name: torch.from_numpy(values).to(self._device) for name, values in columns.items()}

@@ -38,7 +38,7 @@ def samples_a_step(order: Order, config: LoaderConfig) -> int:
 
 def _visits(order: Order, config: LoaderConfig, start: int) -> int:
     """Visits to videos that each rank makes in what is left of an epoch."""
-    left, step = max(0, order.entries - start), samples_a_step(order, config)
+    left, step = max(0, len(order) - start), samples_a_step(order, config)
     if config.batch.last == "partial":
         return left // order.world_size
     steps = -(-left // step) if config.batch.last == "fill" else left // step

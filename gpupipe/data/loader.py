@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -17,7 +17,6 @@ from gpupipe.config import (
     CacheConfig,
     ClipConfig,
     LoaderConfig,
-    MixConfig,
     PathLike,
     TransformConfig,
 )
@@ -34,17 +33,16 @@ from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
-from gpupipe.data.ranks import place
+from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
-from gpupipe.data.source import Videos, class_names, collect, column_kinds, label_names, number_labels, start_frame
-from gpupipe.data.source.columns import Kind
+from gpupipe.data.source import Videos, list_videos
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.data.views import ClipDataset, EpochSampler, LoaderView
-from gpupipe.device.inventory import resolve_device
+from gpupipe.device.inventory import cpu_quota, resolve_device
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import ClipRecord, Entry
+from gpupipe.types import ClipRecord
 
 _COUNTS = (
     "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
@@ -62,9 +60,9 @@ class VideoLoader:
     further stream, that stream must wait as for any torch tensor.
 
     Args:
-        videos: a file, folder, glob pattern or table (.csv, .jsonl with a column ``path``), a mapping with ``path`` and further
-            columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered) travels with
-            each batch; a column ``start_frame`` fixes where the clip of that row starts.
+        videos: a file, folder, glob pattern or table (.csv, .jsonl or .parquet with a column ``path``), a mapping with ``path``
+            and further columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered)
+            travels with each batch; a column ``start_frame`` fixes where the clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -107,19 +105,11 @@ class VideoLoader:
         rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
-        entries = collect(videos, self.config.source)
-        names = label_names(entries, self.config.source)
-        if names:
-            entries = number_labels(entries, names)
-        for entry in entries:
-            start_frame(entry)  # a bad row is told now, not when its turn comes
-        by_folder = self.config.source.label_from == "folder"
-        self._classes = (self.config.source.classes or class_names(entries)) if by_folder else names
+        listing = list_videos(videos, self.config, max(1, cpu_quota() // local_ranks(self.device)))
+        entries = listing.entries
+        self._classes, self._left_out = listing.classes, listing.left_out
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
-        kinds = column_kinds(entries, self.config.columns)
-        if self.config.transform.mix is not None:
-            _check_labels(entries, kinds, self.config.transform.mix)
-        order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
+        order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size, listing.mixture)
         self._batches = batch_count(order, self.config)
         if self._batches == 0:
             raise ConfigError(
@@ -140,7 +130,7 @@ class VideoLoader:
             config=self.config,
             transform=clips,
             custom=_custom(before, after, self.config.transform),
-            kinds=kinds,
+            kinds=listing.kinds,
             device=self.device,
             stream=stream,
             engines=engines,
@@ -150,9 +140,9 @@ class VideoLoader:
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
-            digest=states.digest([entry.path for entry in entries]),
+            digest=states.digest([entry.path for entry in entries], listing.mixture),
         )
-        self._dataset = ClipDataset(entries, self.config, self.device, kinds, self._job.folder, before, after)
+        self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after)
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
         for name in _COUNTS + (_CACHE_COUNTS if self._job.clips is not None else ()):
@@ -201,6 +191,11 @@ class VideoLoader:
     def classes(self) -> tuple[str, ...]:
         """The names of the classes in the order of their numbers, where labels are names or folders; else none."""
         return self._classes
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Videos that ``source.filter`` left out, with the reason."""
+        return dict(self._left_out)
 
     @property
     def bad_files(self) -> dict[str, str]:
@@ -365,18 +360,6 @@ def _custom(before: UserTransform | None, after: UserTransform | None, config: T
             fix = "write one function that calls them one after the other" if several else "give a function of a Clip"
             raise ConfigError(f"{name}={function!r} cannot be called", fix=fix)
     return Custom(before, after, config.untagged_matrix, config.untagged_range)
-
-
-def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
-    """Raises ConfigError unless every video has a label that ``mix`` knows."""
-    if kinds.get("label") != "int":
-        raise ConfigError("transform.mix needs a label for each video, a whole number", fix="see labels in the README's table")
-    for entry in entries:
-        if not 0 <= int(entry.columns["label"]) < mix.num_classes:
-            raise ConfigError(
-                f"{entry.path} has the label {entry.columns['label']}, transform.mix.num_classes is {mix.num_classes}",
-                fix="labels go from 0 to num_classes - 1",
-            )
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:

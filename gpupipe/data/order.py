@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpupipe.types import ClipRequest
 
-_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX, BEFORE, AFTER = range(7)
+if TYPE_CHECKING:
+    from gpupipe.data.mixture import Mixture
+
+_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX, BEFORE, AFTER, SLOTS, ROUNDS = range(9)
 """Independent streams of random numbers, one a purpose."""
 
 
@@ -38,9 +42,17 @@ class Order:
     shuffle: bool = True
     rank: int = 0
     world_size: int = 1
+    mixture: Mixture | None = None
+    """Which entries an epoch visits; None: each once."""
+
+    def __len__(self) -> int:
+        """Samples of an epoch, over all ranks."""
+        return self.entries if self.mixture is None else len(self.mixture)
 
     def sequence(self, epoch: int) -> np.ndarray:
         """(n,) int64: the entry of each sample of ``epoch``, over all ranks."""
+        if self.mixture is not None:
+            return self.mixture.entries(self.seed, epoch, self.shuffle)
         if self.shuffle:
             return generator(self.seed, _ORDER, epoch).permutation(self.entries)
         return np.arange(self.entries)
@@ -53,10 +65,14 @@ class Order:
         order = self.sequence(epoch)
         first = start + self.rank
         samples = range(first, first + count * self.world_size, self.world_size)
-        return [ClipRequest(self.seed, epoch, sample, int(order[sample % self.entries])) for sample in samples]
+        return [ClipRequest(self.seed, epoch, sample, int(order[sample % len(order)])) for sample in samples]
 
     def substitute(self, request: ClipRequest) -> ClipRequest:
-        """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt)."""
+        """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt).
+
+        In a mixture it is one of the same source, so that the shares stay as they are.
+        """
         attempt = request.attempt + 1
-        draw = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt).integers(self.entries)
+        peers = (0, self.entries) if self.mixture is None else self.mixture.peers(request.entry)
+        draw = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt).integers(*peers)
         return ClipRequest(request.seed, request.epoch, request.sample, int(draw), attempt)

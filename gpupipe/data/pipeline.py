@@ -26,6 +26,7 @@ from gpupipe.data.limit import within_limit
 from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
+from gpupipe.data.source.arrays import filled
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Call, CallFailed
@@ -340,6 +341,7 @@ class Pipeline:
                 if ahead is None or ahead.index is not index:  # or: the file has changed since
                     ahead = prepare(job.config.clip, request, entry, index, job.config.transform.crops)
                 kept = job.clips.find(index, ahead.plan, choice.decoder) if job.clips is not None else None
+                entry = filled(entry, job.kinds, job.folder)
                 me.claim()
                 return Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
             except _BAD as error:

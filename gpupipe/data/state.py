@@ -13,6 +13,7 @@ from pydantic import Field
 from gpupipe.config.stage import StageConfig
 from gpupipe.data.group import samples_a_step
 from gpupipe.data.job import Job
+from gpupipe.data.mixture import Mixture
 from gpupipe.errors import ConfigError
 
 VERSION = 1
@@ -58,11 +59,11 @@ class Position:
         return Position(self.epoch, samples, frozenset(ahead))
 
 
-def digest(paths: Sequence[str]) -> str:
-    """What tells one list of videos from another: the same when the folder that holds all of them has moved."""
+def digest(paths: Sequence[str], mixture: Mixture | None = None) -> str:
+    """What tells one list of videos, and how they are mixed, from another; the folder that holds all of them may move."""
     common = os.path.commonprefix([min(paths), max(paths)])  # noqa: RUF071  commonpath() refuses relative beside absolute
     start = common.rfind(os.sep) + 1
-    joined = "\0".join(path[start:] for path in paths)
+    joined = "\0".join([*(path[start:] for path in paths), repr(mixture)])
     return hashlib.sha256(joined.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 
@@ -15,7 +16,8 @@ from gpupipe.config.stage import whole_number
 from gpupipe.data import index as indices
 from gpupipe.data.prepare import prepare
 from gpupipe.data.single import Which, drawn, make_clip
-from gpupipe.data.source.columns import Kind
+from gpupipe.data.source.arrays import filled
+from gpupipe.data.source.columns import Kind, dtype_of
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.errors import ClosedError, SampleError
@@ -105,7 +107,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
             )
         position %= len(self)
         video, clip = divmod(position, self._config.clip.clips_per_video)
-        entry = self._entries[video]
+        entry = filled(self._entries[video], self._kinds, self._folder)
         request = ClipRequest(self._config.seed, self._epoch, video, video)
         index = indices.load(os.path.join(self._folder, entry.path))
         pick = prepare(self._config.clip, request, entry, index, self._config.transform.crops).picks[clip]
@@ -119,8 +121,9 @@ class ClipDataset(Dataset[dict[str, Any]]):
         }
         for name, kind in self._kinds.items():
             value = entry.columns[name]
-            dtype = torch.int64 if kind == "int" else torch.float64
-            item[name] = str(value) if kind == "text" else torch.tensor(value, dtype=dtype, device=self._device)
+            item[name] = (
+                str(value) if kind == "text" else torch.as_tensor(np.asarray(value, dtype_of(kind)), device=self._device)
+            )
         return item
 
     @cached_property

@@ -25,6 +25,7 @@ _FIXES = {
     "cupy": GPU_PACKAGES,
     "PyNvVideoCodec": f"{GPU_PACKAGES}; in containers set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video",
     "nvidia.dali": GPU_PACKAGES,
+    "pyarrow.parquet": "pip install pyarrow (gpupipe's extra 'parquet')",
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -13,54 +12,62 @@ from typing import Any
 
 from gpupipe.config import PathLike, SourceConfig
 from gpupipe.data.source.columns import reads_as_number
+from gpupipe.data.source.inside import URL, check_inside
 from gpupipe.data.source.tables import TABLES, read_table, row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
 Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
-"""A file, folder, glob pattern or table (.csv, .jsonl); a row (a mapping with path and columns); or a list of these."""
+"""A file, folder, glob pattern or table (.csv, .jsonl, .parquet); a row, that is a mapping with path and columns; or a list."""
 
-
-_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
-_NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".xlsx", ".npy", ".pkl")
+_NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".xlsx", ".npy", ".pkl")
 """Endings of files that people keep lists in."""
 
 
-def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
+def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
     """Lists the videos in a fixed order: as given, folders and globs sorted by path.
 
     Files inside a list or a table are not looked at here: a missing one is a bad file, met when its turn comes.
 
+    Args:
+        columns: what is to be read of a Parquet table besides path, label and ``start_frame``; other tables are read whole.
+
     Raises:
         SourceError: when ``videos`` is a path that does not exist, an empty folder, a pattern without matches, an unreadable
-            table, or of a type that names no videos.
+            table, of a type that names no videos, or when a path leads out of ``config.root``.
     """
     if isinstance(videos, bytes):
         raise SourceError(f"videos={videos!r} is bytes", fix="give text: os.fsdecode(path)")
     if isinstance(videos, str | os.PathLike | Mapping):
-        entries = _one(videos, config, must_exist=True)
+        entries = _one(videos, config, columns, must_exist=True)
     elif isinstance(videos, set | frozenset):
         raise SourceError("a set of videos has another order in each process", fix="give a list, say sorted(videos)")
     elif isinstance(videos, Iterable):
-        entries = [entry for item in videos for entry in _one(item, config, must_exist=False)]
+        entries = [
+            replace(entry, part=part) if part else entry
+            for part, item in enumerate(videos)
+            for entry in _one(item, config, columns, must_exist=False)
+        ]
     else:
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
     if not entries:
         raise SourceError("the list of videos is empty", fix="give at least one video")
+    if config.root is not None:
+        check_inside(entries, config.root, config.npy_columns)
     if config.label_from == "folder":
         return _label_by_folder(entries, config.classes)
     return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
 
 
-def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
+def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist: bool) -> list[Entry]:
     if isinstance(item, Mapping):
-        return [row_entry(item, config.path_column, base=None, where="a row of videos")]
+        return [row_entry(item, config, base=None, where="a row of videos")]
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
     path = os.fspath(item)
     if not path:
         raise SourceError("a path in videos is empty", fix="leave it out, or write . for the working directory")
-    if _URL.match(path):
+    if URL.match(path):
         raise SourceError(f"{path} is a URL: gpupipe reads files", fix="download it, or mount what it names as a folder")
     if os.path.isdir(path):
         return _folder(path, config)
@@ -70,11 +77,13 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
                 f"{path} is neither a video nor a table that gpupipe reads",
                 fix=f"make it a {' or '.join(TABLES)} table with a column {config.path_column!r}, or pass a list of paths",
             )
-        return read_table(path, config.path_column) if path.lower().endswith(TABLES) else [Entry(path)]
+        return read_table(path, config, columns) if path.lower().endswith(TABLES) else [Entry(path)]
     if glob.has_magic(path):
         found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
         if not found:
             raise SourceError(f"no file matches {path!r}", fix="check the pattern; ** descends into folders")
+        if all(p.lower().endswith(TABLES) for p in found):
+            return [entry for p in found for entry in read_table(p, config, columns)]
         return [Entry(p) for p in found]
     if must_exist and os.path.exists(path):
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
@@ -100,7 +109,7 @@ def _folder(path: str, config: SourceConfig) -> list[Entry]:
     if not found:
         raise SourceError(
             f"no videos in the folder {path} (looked for {', '.join(config.extensions)})",
-            fix="check the folder, or set SourceConfig.extensions",
+            fix="check the folder, or set SourceConfig.extensions; tables in it are named by a pattern, as in folder/*.parquet",
         )
     return [Entry(p) for p in sorted(found)]
 

@@ -1,38 +1,55 @@
-"""Lists of videos with columns: CSV and JSON lines."""
+"""Lists of videos with columns: CSV, JSON lines and Parquet."""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gpupipe.config import SourceConfig
+from gpupipe.data.source.arrow import PARQUET, parquet_rows
+from gpupipe.data.source.columns import START_COLUMN
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
-TABLES = (".csv", ".jsonl", ".ndjson")
+TABLES = (".csv", ".jsonl", ".ndjson", *PARQUET)
 
 
-def read_table(path: str, path_column: str) -> list[Entry]:
-    """Reads a table with a header (CSV) or one JSON object a line; a CSV column of nothing but numbers becomes numbers.
+def read_table(path: str, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
+    """Reads a table with a header (CSV), one JSON object a line, or a Parquet file.
+
+    A CSV column of nothing but numbers becomes numbers. Of CSV and JSON lines all columns are kept; of Parquet only the path,
+    the label, ``start_frame`` and ``columns`` are read.
 
     Raises:
         SourceError: naming the file and the line that is wrong.
+        DeviceError: for a Parquet file when pyarrow is not installed.
     """
     base = os.path.dirname(path)
-    rows: list[tuple[int, dict[str, Any]]] = []
+    if path.lower().endswith(PARQUET):
+        found = parquet_rows(
+            path, (config.path_column, *columns, *config.npy_columns), (config.label_column, "label", START_COLUMN)
+        )
+        entries = [row_entry(row, config, base, f"{path} row {number}") for number, row in enumerate(found)]
+    else:
+        found_lines = _lines(path, config.path_column)
+        entries = [row_entry(row, config, base, f"{path} line {number}") for number, row in found_lines]
+    if not entries:
+        raise SourceError(f"the table {path} has no rows", fix=f"give a header with {config.path_column!r} and one row a video")
+    return entries
+
+
+def _lines(path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of a text table with the numbers of their lines."""
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             if path.lower().endswith(".csv"):
-                rows = _csv_rows(csv.DictReader(file), path, path_column)
-            else:
-                rows = [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
+                return _csv_rows(csv.DictReader(file), path, path_column)
+            return [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a UTF-8 table") from error
-    if not rows:
-        raise SourceError(f"the table {path} has no rows", fix=f"give a header with {path_column!r} and one row a video")
-    return [row_entry(row, path_column, base, f"{path} line {number}") for number, row in rows]
 
 
 def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
@@ -62,12 +79,13 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
     return rows
 
 
-def row_entry(row: Mapping[str, Any], path_column: str, base: str | None, where: str) -> Entry:
-    """The entry of one row; its path is taken relative to ``base``, the folder of its table, where there is one.
+def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, where: str) -> Entry:
+    """The entry of one row; its paths are taken relative to ``base``, the folder of its table, where there is one.
 
     Raises:
         SourceError: when the row has no path.
     """
+    path_column = config.path_column
     path = row.get(path_column)
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise SourceError(
@@ -75,6 +93,9 @@ def row_entry(row: Mapping[str, Any], path_column: str, base: str | None, where:
             fix="name the column of paths with SourceConfig.path_column",
         )
     columns = {k: v for k, v in row.items() if k != path_column}
+    for name in config.npy_columns:
+        if base and isinstance(columns.get(name), str) and columns[name]:
+            columns[name] = os.path.join(base, columns[name])
     return Entry(os.path.join(base or "", os.fspath(path)), columns, where if base is not None else "")
 
 
