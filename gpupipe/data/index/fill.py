@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, suppress
 
 from gpupipe.data import index as indices
 from gpupipe.data.index.model import VideoIndex
@@ -51,6 +52,22 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+
+
+def survey(paths: Iterable[str], processes: int, share: tuple[int, int] = (0, 1)) -> Generator[tuple[str, Outcome]]:
+    """As :func:`fill`, for several processes that do the same at the same time, and for paths as a list names them.
+
+    Args:
+        share: (rank, ranks) of these: each begins at another video, so that of indices that are missing each finds most made
+            by others.
+    """
+    unique = list(dict.fromkeys(paths))
+    turn = len(unique) * share[0] // share[1]
+    folder = os.getcwd() if not all(map(os.path.isabs, unique)) else ""
+    files = {os.path.join(folder, path): path for path in unique[turn:] + unique[:turn]}
+    with closing(fill(list(files), processes)) as outcomes:
+        for file, outcome in outcomes:
+            yield files[file], outcome
 
 
 def _work(
