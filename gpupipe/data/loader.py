@@ -27,7 +27,7 @@ from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import batch_count, group
-from gpupipe.data.jitter import Closed
+from gpupipe.data.jitter import NO_LEVELS, Closed
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
@@ -237,11 +237,14 @@ class VideoLoader:
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
         ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
-        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
+        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``stalls`` and
+        ``stall_seconds`` (waits for another than an epoch's first batch), and of the jitter buffer now: ``occupancy`` (batches
+        ready), ``in_flight`` (these and those in preparation), ``jitter_bytes`` and the most there were in this epoch,
+        ``jitter_peak_bytes``, ``jitter_depth`` and its marks ``jitter_low_water`` and ``jitter_high_water``.
         """
         iterator = self._iterator() if self._iterator is not None else None
-        occupancy = iterator.occupancy if iterator is not None else 0
-        return {**self._telemetry.snapshot(), "occupancy": occupancy}
+        levels = iterator.levels if iterator is not None else NO_LEVELS
+        return {"stall_seconds": 0.0, **self._telemetry.snapshot(), **levels, **self._job.depth.levels}
 
     def close(self) -> None:
         """Ends the iterator and the threads, and leaves the decoders to the next loader (:func:`gpupipe.free_decoders`).
@@ -296,6 +299,10 @@ class BatchIterator(Iterator[Batch]):
     @property
     def occupancy(self) -> int:
         return self._pipeline.occupancy
+
+    @property
+    def levels(self) -> dict[str, int]:
+        return self._pipeline.levels
 
     def __next__(self) -> Batch:
         if os.getpid() != self._owner:

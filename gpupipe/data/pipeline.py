@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
@@ -19,16 +20,27 @@ from gpupipe.data.assembly import Arrival, Assembly
 from gpupipe.data.crew import Crew, TakenAway, Worker
 from gpupipe.data.decode import DecodeEngine, Decoder, Schedule, Unsupported
 from gpupipe.data.index.ahead import IndexAhead
-from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.jitter import Closed, JitterBuffer, Late
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
+from gpupipe.data.starving import starved
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Call, CallFailed
-from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
+from gpupipe.data.visit import (
+    Skipped,
+    Task,
+    Visit,
+    all_skipped,
+    clip_bytes,
+    further_batches,
+    most_bytes,
+    visits_per_batch,
+)
+from gpupipe.device.doing import at, doing
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.types import Batch, ClipRecord, ClipRequest, Planes
@@ -39,6 +51,8 @@ _GRACE_SECONDS = 5.0
 """How much longer than a video may take until its thread counts as stuck: by then it would have noticed by itself."""
 _PATIENCE_SECONDS = 2.0
 """How long a user's own transform may have run until the end of the pipeline no longer waits for it."""
+_HUNG_SECONDS = 2.0
+"""How long the end of a pipeline that starved its consumer waits for threads, which may hang."""
 _LATE = "leave the file out, or raise decode.limit_seconds"
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
@@ -69,11 +83,13 @@ class Pipeline:
     def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
         self._job = job
         self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
-            job.config.jitter.depth,
+            job.depth,
             job.telemetry,
             on_room=lambda: self._schedule.room(),
             in_order=job.config.jitter.in_order,
+            most_bytes=most_bytes(job.config, job.transform),
         )
+        self._starved = False
         self._stopping = False
         self._delivered = first_batch > 0  # an epoch that goes on has delivered before
         self._skipped: list[Skipped] = []
@@ -82,16 +98,18 @@ class Pipeline:
         requests = [request for requests in groups[first_batch:] for request in requests]
         paths = [job.file_of(job.entries[request.entry]) for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
-        depth, visits = job.config.jitter.depth, visits_per_batch(job.config)
+        visits = visits_per_batch(job.config)
         further = further_batches(job.config, job.transform) if job.helping is not None else 0
         self._schedule: Schedule[Task, Visit] = Schedule(
-            _tasks(job, groups, epoch, first_batch, lambda: self._jitter.reserve(further if self._schedule.far else 0)),
+            _tasks(
+                job, groups, epoch, first_batch, lambda size: self._jitter.reserve(further if self._schedule.far else 0, size)
+            ),
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
             helping=job.helping,
-            window=depth * visits,
+            window=job.depth.lowest * visits,
             further=further * visits,
-            reach=lambda: (self._jitter.taken + depth) * visits,
+            reach=lambda: self._jitter.reach * visits,
             behind=lambda: self._jitter.behind,
         )
         self._jitter.finish(len(groups) - first_batch)
@@ -129,16 +147,27 @@ class Pipeline:
         """Batches ready and not yet taken."""
         return self._jitter.occupancy
 
+    @property
+    def levels(self) -> dict[str, int]:
+        """Batches and bytes in the jitter buffer, as :meth:`JitterBuffer.levels` has them."""
+        return self._jitter.levels()
+
     def take(self) -> Ready | None:
         """The next batch and the event that completes it; None after the last.
 
         Raises:
             GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
+            StarvedError: when nothing came within ``timeout_seconds``. Threads may hang then: :meth:`stop` waits for none long.
             Closed: when the pipeline was stopped.
         """
-        ready = self._jitter.take()
-        while isinstance(ready, _Skipped):
-            ready = self._jitter.take()
+        seconds = self._job.config.timeout_seconds
+        try:
+            ready = self._jitter.take(seconds)
+            while isinstance(ready, _Skipped):
+                ready = self._jitter.take(seconds)
+        except Late:
+            self._starved = True
+            raise starved(seconds or 0.0, map(doing, self._crew.threads), time.monotonic()) from None
         if ready is None and not self._delivered and self._skipped:
             raise all_skipped(self._skipped, self._job.bad_files)
         self._delivered = True
@@ -149,10 +178,11 @@ class Pipeline:
         if self._forked:
             return
         self.abandon()
-        self._crew.join()
+        patience = _HUNG_SECONDS if self._starved else None
+        self._crew.join(patience or math.inf)
         for thread in self._ahead.threads:
             if thread.ident is not None:  # it was started
-                thread.join()
+                thread.join(patience)
         self._read_ahead.join()
         self._settle()
         self._schedule.let_go()  # of the batch under construction
@@ -213,7 +243,8 @@ class Pipeline:
                 if kind == "cpu" and not engine.ready:  # before it has a clip, which would have to wait for that
                     if not self._schedule.wait_until_wanted(place):
                         return
-                    engine.get_ready(lambda: self._stopping)
+                    with at("process"):
+                        engine.get_ready(lambda: self._stopping)
                 visit = self._schedule.take(kind, place)
                 if visit is None:
                     return
@@ -324,7 +355,7 @@ class Pipeline:
             try:
                 if entry.path in job.stuck_in:
                     raise DecodeError(f"{entry.path}: a visit to it took too long before", fix=_LATE, path=entry.path)
-                with job.telemetry.span("index"):
+                with job.telemetry.span("index"), at("index", entry.path):
                     self._ahead.wait_for(job.file_of(entry))
                     index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
                 if index.info.damage is not None:
@@ -429,12 +460,12 @@ def _streams(job: Job) -> list[torch.cuda.Stream]:
 
 
 def _tasks(
-    job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, reserve: Callable[[], int | None]
+    job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, reserve: Callable[[int], int | None]
 ) -> Generator[Task | None]:
-    """All visits of the epoch in order; None while ``reserve`` has no number, since there is no room for another batch."""
+    """All visits of the epoch in order; None while ``reserve``, asked for one of so many bytes, has no number for a batch."""
     clips, number = job.config.clip.clips_per_video, 0
     for position, requests in enumerate(groups[first_batch:], first_batch):
-        while (batch := reserve()) is None:
+        while (batch := reserve(len(requests) * clips * clip_bytes(job.transform))) is None:
             yield None
         with stage("allocate"):
             assembly = Assembly(

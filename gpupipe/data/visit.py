@@ -21,6 +21,8 @@ _FURTHER_VISITS = 256
 """Visits beyond the depth that may be prepared for helpers, at most."""
 _FURTHER_BYTES = 1 << 30
 """Memory of the batches that these belong to, at most."""
+_AUTO_BYTES, _AUTO_BATCHES = 1 << 30, 4
+"""A depth that sets itself goes as far as the larger of these."""
 _NAMED = 5
 """Files that an error names."""
 
@@ -80,8 +82,21 @@ def visits_per_batch(config: LoaderConfig) -> int:
 
 def further_batches(config: LoaderConfig, transform: ClipTransform) -> int:
     """Batches beyond the depth that may be under construction while helpers are at work."""
-    size = config.batch.size * math.prod(transform.clip_shape) * transform.dtype.itemsize
+    size = config.batch.size * clip_bytes(transform)
     return min(math.ceil(_FURTHER_VISITS / visits_per_batch(config)), _FURTHER_BYTES // size)
+
+
+def most_bytes(config: LoaderConfig, transform: ClipTransform) -> int | None:
+    """Bytes of the batches under construction or ready, at most; None: no bound."""
+    jitter = config.jitter
+    if jitter.max_gib is not None:
+        return int(jitter.max_gib * 2**30)
+    return None if jitter.depth != "auto" else max(_AUTO_BYTES, _AUTO_BATCHES * config.batch.size * clip_bytes(transform))
+
+
+def clip_bytes(transform: ClipTransform) -> int:
+    """Bytes of one clip in a batch."""
+    return math.prod(transform.clip_shape) * transform.dtype.itemsize
 
 
 class Skipped(NamedTuple):
