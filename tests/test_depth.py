@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpupipe import VideoLoader
+from gpupipe.data.decode import cpu
 from gpupipe.data.depth import DepthControl
 from gpupipe.data.jitter import JitterBuffer
 from gpupipe.telemetry import Telemetry
@@ -261,3 +268,120 @@ def test_no_order_of_events_leads_it_astray(events: list[tuple[str, float]]) -> 
         else:
             control.taken(now, ready=number % 3)
         assert 2 <= control.depth <= 9
+
+
+# In a pipeline
+
+
+SMALL: dict[str, Any] = {
+    "clip": {"frames": 4},
+    "transform": {"size": 16, "dtype": "float32"},
+    "device": "cpu",
+    "batch": 2,
+    "decode": {"threads": 6},
+    "seed": 3,
+}
+BATCH_BYTES = 2 * 3 * 4 * 16 * 16 * 4
+
+
+def shaky(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[str], float]) -> None:
+    """Software decodes take so much longer, by path."""
+    original = cpu.decode
+
+    def decode(index: Any, *rest: Any) -> Any:
+        time.sleep(seconds(index.info.path))
+        return original(index, *rest)
+
+    monkeypatch.setattr(cpu, "decode", decode)
+
+
+def linked(source: Path, folder: Path, count: int) -> list[Path]:
+    """``count`` files of their own names, all of them the same video."""
+    paths = [folder / f"{number:03d}.mp4" for number in range(count)]
+    for path in paths:
+        os.link(source, path)
+    return paths
+
+
+@pytest.mark.parametrize(
+    "jitter",
+    [{}, {"min_depth": 1, "max_depth": 2}, {"max_gib": 1e-9}, {"max_gib": 3.5 * BATCH_BYTES / 2**30}, {"max_depth": 64}],
+    ids=str,
+)
+def test_no_bit_depends_on_it(
+    jitter: dict[str, Any], clips: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    videos = linked(clips["h264"], tmp_path, 32)
+    with VideoLoader(videos, **SMALL, jitter={"depth": 1}) as loader:
+        expected = [(batch.video, batch.clips) for _ in range(2) for batch in loader]
+    rng = random.Random(0)
+    shaky(monkeypatch, lambda path: min(0.1, 0.002 * rng.paretovariate(1.2)))
+    with VideoLoader(videos, **SMALL, jitter=jitter) as loader:
+        ours = [(batch.video, batch.clips) for _ in range(2) for batch in loader]
+        peak = loader.stats()["jitter_peak_bytes"]
+    assert len(ours) == len(expected) == 32
+    assert all(torch.equal(a[0], b[0]) and a[1] == b[1] for a, b in zip(ours, expected, strict=True))
+    if "max_gib" in jitter:
+        assert BATCH_BYTES <= peak <= max(BATCH_BYTES, jitter["max_gib"] * 2**30)
+
+
+def test_one_slow_file_in_sixteen_is_met_with_depth(
+    clips: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes as long as thirteen steps of the loop, which a depth of two cannot bridge."""
+    videos = linked(clips["h264"], tmp_path, 128)
+    slow = {str(path) for path in videos[8::16]}
+    shaky(monkeypatch, lambda path: 0.2 if path in slow else 0.0)
+    found = {}
+    for name, jitter in {"ours": {"min_depth": 2, "max_depth": 32}, "fixed": {"depth": 2}}.items():
+        with VideoLoader(videos, **{**SMALL, "batch": 1}, shuffle=False, jitter=jitter) as loader:
+            for _ in loader:
+                time.sleep(0.015)
+            found[name] = loader.stats()
+    assert found["fixed"]["stalls"] >= 7, "each slow file was waited for"
+    assert found["ours"]["stall_seconds"] < 0.6 * found["fixed"]["stall_seconds"]
+    assert found["ours"]["jitter_depth"] >= 8
+    assert found["ours"]["jitter_peak_bytes"] > found["fixed"]["jitter_peak_bytes"]
+
+
+def test_statistics_tell_the_levels_at_any_time(clips: dict[str, Path], tmp_path: Path) -> None:
+    names = {
+        "stalls", "stall_seconds", "occupancy", "in_flight", "jitter_bytes", "jitter_peak_bytes", "jitter_depth",
+        "jitter_low_water", "jitter_high_water",
+    }  # fmt: skip
+    with VideoLoader(linked(clips["h264"], tmp_path, 24), **SMALL, jitter={"depth": 3}) as loader:
+        assert names - {"stalls", "jitter_peak_bytes"} <= loader.stats().keys()
+        iterator = iter(loader)
+        next(iterator)
+        deadline = time.monotonic() + 20
+        while loader.stats()["occupancy"] < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        during = loader.stats()
+        assert (during["occupancy"], during["in_flight"], during["jitter_bytes"]) == (3, 3, 3 * BATCH_BYTES)
+        list(iterator)
+        after = loader.stats()
+        assert (after["occupancy"], after["in_flight"], after["jitter_bytes"]) == (0, 0, 0)
+        assert after["jitter_peak_bytes"] == 3 * BATCH_BYTES
+        assert names <= after.keys()
+
+
+def test_loops_that_are_left_anywhere_end(clips: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under bounds that are tight, lie apart, or are smaller than a batch; what hangs here would run into the time limit."""
+    videos = linked(clips["h264"], tmp_path, 32)
+    rng = random.Random(2)
+    shaky(monkeypatch, lambda path: 0.01 * (rng.random() < 0.1))
+    for _ in range(20):
+        lowest = rng.randint(1, 4)
+        jitter = {
+            "min_depth": lowest,
+            "max_depth": lowest + rng.randint(0, 12),
+            "max_gib": rng.choice([None, 1e-9, 1.5 * BATCH_BYTES / 2**30, 5 * BATCH_BYTES / 2**30]),
+            "in_order": rng.random() < 0.7,
+        }
+        stop = rng.choice([0, 1, 3, 9, 99])
+        with VideoLoader(videos, **SMALL, jitter=jitter, timeout_seconds=30) as loader:
+            taken = 0
+            for taken, _ in enumerate(loader, 1):
+                if taken == stop:
+                    break
+            assert taken == (stop if 0 < stop <= 16 else 16)

@@ -263,9 +263,10 @@ def test_only_waits_after_the_first_batch_are_stalls() -> None:
 
 
 def test_bytes_are_bounded_too_but_one_batch_alone_has_room_whatever_its_size() -> None:
-    jitter: JitterBuffer[str] = JitterBuffer(10, Telemetry(), most_bytes=100)
+    telemetry = Telemetry()
+    jitter: JitterBuffer[str] = JitterBuffer(10, telemetry, most_bytes=100)
     assert [jitter.reserve(size_bytes=size) for size in (60, 41, 40, 1)] == [0, None, 1, None]
-    assert jitter.levels() == {"occupancy": 0, "in_flight": 2, "jitter_bytes": 100, "jitter_peak_bytes": 100}
+    assert jitter.levels() == {"occupancy": 0, "in_flight": 2, "jitter_bytes": 100}
     jitter.put(0, "a")
     assert jitter.reserve(size_bytes=1) is None, "a finished batch takes as much as one under construction"
     jitter.take()
@@ -277,7 +278,10 @@ def test_bytes_are_bounded_too_but_one_batch_alone_has_room_whatever_its_size() 
     assert jitter.reserve(5, size_bytes=1) is None, "helpers are bound as well"
     jitter.put(2, "c")
     jitter.take()
-    assert jitter.levels() == {"occupancy": 0, "in_flight": 0, "jitter_bytes": 0, "jitter_peak_bytes": 1000}
+    assert jitter.levels() == {"occupancy": 0, "in_flight": 0, "jitter_bytes": 0}
+    assert telemetry.value("jitter_peak_bytes") == 1000
+    JitterBuffer(10, telemetry).reserve(size_bytes=7)
+    assert telemetry.value("jitter_peak_bytes") == 1000, "of all epochs"
 
 
 def test_a_wait_makes_room_at_once_where_the_depth_may_grow() -> None:
@@ -340,13 +344,13 @@ def test_bounds_hold_in_any_order_of_events(
     for step, value in steps:
         now += value / 10
         if step == "reserve" or step == "further":
-            further = value % 4 if step == "further" else 0
+            further = value % 4 if step == "further" else None
             number = jitter.reserve(further, value)
             assert number is not None or sizes, "where there is none, one has room"
             if number is not None:
                 sizes[number] = value
                 at_work.append(number)
-                assert number < jitter.reach + further
+                assert number < jitter.reach + (further or 0)
                 assert most_bytes is None or sum(sizes.values()) <= most_bytes or len(sizes) == 1
         elif step == "put" and at_work:
             number = at_work.pop(value % len(at_work))

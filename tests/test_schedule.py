@@ -17,6 +17,7 @@ from simulated import Clip, Machine
 from gpupipe.config import LoaderConfig
 from gpupipe.data.decode import Decoder, Helping, Schedule
 from gpupipe.data.decode import helping as helping_room
+from gpupipe.data.depth import DepthControl
 from gpupipe.data.jitter import Closed, JitterBuffer
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.visit import further_batches
@@ -156,7 +157,7 @@ def test_every_clip_is_delivered_once_whatever_the_threads_do(seed: int, hasty: 
     def batches() -> Generator[Clip | None]:
         nonlocal most
         for first in range(0, count, batch):
-            while jitter.reserve(further if one.far else 0) is None:
+            while jitter.reserve(further if one.far else None) is None:
                 yield None
             most = max(most, jitter.in_flight)
             yield from clips[first : first + batch]
@@ -458,3 +459,16 @@ def test_the_bound_of_the_look_ahead_is_in_visits_and_bytes() -> None:
     assert further(512) == 0, "one alone is more than 1 GiB"
     small = LoaderConfig(batch=8, clip={"frames": 4, "clips_per_video": 2}, transform={"size": 64})
     assert further_batches(small, ClipTransform(small.transform, 4)) == 256 // 4
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
+def test_a_depth_that_sets_itself_helps_as_well_as_a_fixed_one(seconds: float, in_order: bool) -> None:
+    """Batches that helpers began far ahead of their turn must not pass for slow ones, and nothing may come to a stop."""
+    clips = sequence(3000)
+    fixed = Machine(consumer_seconds=seconds, in_order=in_order)
+    itself = Machine(consumer_seconds=seconds, in_order=in_order, control=DepthControl(2, 32))
+    assert itself.run(clips, Helping(7, itself.clock)) < 1.05 * fixed.run(clips, Helping(7, fixed.clock))
+    assert itself.control is not None
+    assert itself.control.depth <= 8
+    assert len(itself.delivered) == 375

@@ -98,7 +98,8 @@ class DepthControl:
 
     def begin(self) -> None:
         """An epoch begins: batches are numbered anew, and the time since the one before tells nothing."""
-        self._begun: dict[int, float] = {}
+        self._begun: dict[int, float | None] = {}
+        """When each batch under construction was begun; None: amid the cold start."""
         self._last: float | None = None
         """When the batch before was taken; none in this epoch yet."""
         self._waiting: float | None = None
@@ -109,9 +110,11 @@ class DepthControl:
         """The depth when the wait began that raised it."""
 
     def begun(self, number: int, now: float) -> None:
-        """A batch was begun at ``now`` (seconds), within the depth."""
-        if self._last is not None:
-            self._begun[number] = now
+        """Work on a batch began at ``now`` (seconds); only the first time counts.
+
+        To prepare one far ahead of need is no beginning: it would lie in wait for longer the greater the depth is.
+        """
+        self._begun.setdefault(number, now if self._last is not None else None)
 
     def arrived(self, number: int, now: float) -> None:
         """A batch was finished."""

@@ -14,7 +14,7 @@ from gpupipe.data.depth import DepthControl
 from gpupipe.telemetry import Telemetry
 
 Item = TypeVar("Item")
-NO_LEVELS = {"occupancy": 0, "in_flight": 0, "jitter_bytes": 0, "jitter_peak_bytes": 0}
+NO_LEVELS = {"occupancy": 0, "in_flight": 0, "jitter_bytes": 0}
 """The levels where there is no buffer."""
 
 
@@ -37,7 +37,8 @@ class JitterBuffer(Generic[Item]):
     Args:
         depth: batches in preparation or ready, at most: a number, or a control that is told what happens and may change it.
         telemetry: gets ``wait`` (the consumer waited for a batch), ``stall`` (the same, but for the first batch and for those
-            that were ready) and ``blocked`` (producers were without room), in seconds, and the count ``stalls``.
+            that were ready) and ``blocked`` (producers were without room), in seconds, and the counts ``stalls`` and
+            ``jitter_peak_bytes``.
         on_room: called when there is room for another batch. Nothing of this buffer may wait for it.
         most_bytes: bytes in preparation or ready, at most; but where there is no batch, one of any size has room.
         clock: seconds.
@@ -63,7 +64,7 @@ class JitterBuffer(Generic[Item]):
         self._changed = threading.Condition()
         self._ready: dict[int, Item] = {}
         self._sizes: dict[int, int] = {}
-        self._bytes = self._peak_bytes = 0
+        self._bytes = 0
         self._reserved = 0
         self._taken = 0
         self._reach = self._control.depth
@@ -71,7 +72,8 @@ class JitterBuffer(Generic[Item]):
         self._error: BaseException | None = None
         self._closed = False
         self._control.begin()
-        telemetry.count("stalls", 0)
+        for name in ("stalls", "jitter_peak_bytes"):
+            telemetry.count(name, 0)
 
     @property
     def occupancy(self) -> int:
@@ -104,20 +106,19 @@ class JitterBuffer(Generic[Item]):
         return not (self._taken in self._ready if self._in_order else self._ready)
 
     def levels(self) -> dict[str, int]:
-        """``occupancy``, ``in_flight`` and the bytes of these batches: ``jitter_bytes`` now, ``jitter_peak_bytes`` at most."""
+        """``occupancy``, ``in_flight``, and ``jitter_bytes`` of these batches; nothing of a closed buffer."""
         with self._changed:
-            return {
-                "occupancy": len(self._ready),
-                "in_flight": self._reserved - self._taken,
-                "jitter_bytes": self._bytes,
-                "jitter_peak_bytes": self._peak_bytes,
-            }
+            if self._closed:
+                return dict(NO_LEVELS)
+            in_flight = self._reserved - self._taken
+            return {"occupancy": len(self._ready), "in_flight": in_flight, "jitter_bytes": self._bytes}
 
-    def reserve(self, further: int = 0, size_bytes: int = 0) -> int | None:
+    def reserve(self, further: int | None = None, size_bytes: int = 0) -> int | None:
         """The next sequence number, or None while there is no room for a batch. Does not wait.
 
         Args:
-            further: batches beyond the depth that there is room for.
+            further: for those who look ahead: batches beyond the depth that there is room for. None: the batch is begun now;
+                else :meth:`begin` tells when.
             size_bytes: of the batch that is to be begun.
 
         Raises:
@@ -128,7 +129,7 @@ class JitterBuffer(Generic[Item]):
                 raise Closed
             now = self._clock()
             fits = self._most_bytes is None or self._bytes + size_bytes <= self._most_bytes or self._reserved == self._taken
-            if self._reserved >= self._reach + further or not fits:
+            if self._reserved >= self._reach + (further or 0) or not fits:
                 self._full_since = self._full_since if self._full_since is not None else now
                 if fits and not further:
                     self._control.refused()
@@ -137,12 +138,17 @@ class JitterBuffer(Generic[Item]):
             self._reserved += 1
             self._sizes[number] = size_bytes
             self._bytes += size_bytes
-            self._peak_bytes = max(self._peak_bytes, self._bytes)
-            if number < self._reach:
+            self._telemetry.count("jitter_peak_bytes", max(0, self._bytes - self._telemetry.value("jitter_peak_bytes")))
+            if further is None:
                 self._control.begun(number, now)
             since, self._full_since = self._full_since, None
         self._telemetry.observe("blocked", now - since if since is not None else 0.0)
         return number
+
+    def begin(self, number: int) -> None:
+        """Says that work on a batch has begun whose time tells what batches take; only the first time counts."""
+        with self._changed:
+            self._control.begun(number, self._clock())
 
     def put(self, number: int, item: Item) -> None:
         """Hands in the batch of a reserved number; there is always room for it. A closed buffer lets go of it."""
@@ -199,7 +205,7 @@ class JitterBuffer(Generic[Item]):
             self._taken += 1
             now = self._clock()
             self._control.taken(now, 0 if self._next is None else len(self._ready), more=self._more)
-            self._move_reach(now)
+            self._move_reach()
             self._changed.notify_all()
         self._telemetry.observe("wait", now - start)
         if stalled:
@@ -215,7 +221,7 @@ class JitterBuffer(Generic[Item]):
                 return False
             before = self._reach
             self._control.waits(now, more=self._more)
-            self._move_reach(now)
+            self._move_reach()
             grown = self._reach > before
         if grown:
             self._on_room()
@@ -238,13 +244,9 @@ class JitterBuffer(Generic[Item]):
         """Whether there are batches that are not begun."""
         return self._reserved != self._end
 
-    def _move_reach(self, now: float) -> None:
+    def _move_reach(self) -> None:
         """Follows the depth."""
-        before = self._reach
-        self._reach = max(self._taken + self._control.depth, min(before, self._reserved))
-        for number in range(before, min(self._reach, self._reserved)):  # begun ahead of their turn, and now within the depth
-            if number not in self._ready:
-                self._control.begun(number, now)
+        self._reach = max(self._taken + self._control.depth, min(self._reach, self._reserved))
 
     def close(self) -> None:
         """Wakes all who wait and lets go of the batches."""

@@ -239,8 +239,8 @@ class VideoLoader:
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``stalls`` and
         ``stall_seconds`` (waits for another than an epoch's first batch), and of the jitter buffer now: ``occupancy`` (batches
-        ready), ``in_flight`` (these and those in preparation), ``jitter_bytes`` and the most there were in this epoch,
-        ``jitter_peak_bytes``, ``jitter_depth`` and its marks ``jitter_low_water`` and ``jitter_high_water``.
+        ready), ``in_flight`` (these and those in preparation), ``jitter_bytes`` (theirs; at most so far ``jitter_peak_bytes``),
+        ``jitter_depth`` and its marks ``jitter_low_water`` and ``jitter_high_water``.
         """
         iterator = self._iterator() if self._iterator is not None else None
         levels = iterator.levels if iterator is not None else NO_LEVELS
@@ -298,7 +298,7 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def occupancy(self) -> int:
-        return self._pipeline.occupancy
+        return self._pipeline.levels["occupancy"]
 
     @property
     def levels(self) -> dict[str, int]:

@@ -30,16 +30,7 @@ from gpupipe.data.starving import starved
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Call, CallFailed
-from gpupipe.data.visit import (
-    Skipped,
-    Task,
-    Visit,
-    all_skipped,
-    clip_bytes,
-    further_batches,
-    most_bytes,
-    visits_per_batch,
-)
+from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, clip_bytes, further_batches, most_bytes, visits_per_batch
 from gpupipe.device.doing import at, doing
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
@@ -100,10 +91,12 @@ class Pipeline:
         self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
         visits = visits_per_batch(job.config)
         further = further_batches(job.config, job.transform) if job.helping is not None else 0
+
+        def reserve(size_bytes: int) -> int | None:
+            return self._jitter.reserve(further if self._schedule.far else None, size_bytes)
+
         self._schedule: Schedule[Task, Visit] = Schedule(
-            _tasks(
-                job, groups, epoch, first_batch, lambda size: self._jitter.reserve(further if self._schedule.far else 0, size)
-            ),
+            _tasks(job, groups, epoch, first_batch, reserve),
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
             helping=job.helping,
@@ -141,11 +134,6 @@ class Pipeline:
         except BaseException:  # no room for one more, or Ctrl-C: those that run would use the engines beside the next epoch's
             self.stop()
             raise
-
-    @property
-    def occupancy(self) -> int:
-        """Batches ready and not yet taken."""
-        return self._jitter.occupancy
 
     @property
     def levels(self) -> dict[str, int]:
@@ -249,7 +237,10 @@ class Pipeline:
                 if visit is None:
                     return
                 # Where it helps: not the task, since what becomes of that is the schedule's affair.
-                worker.begin(visit if self._schedule.is_lent(visit, kind) else visit.task)
+                lent = self._schedule.is_lent(visit, kind)
+                worker.begin(visit if lent else visit.task)
+                if not lent:
+                    self._jitter.begin(visit.task.batch)
                 self._serve(engine, kind, visit)
                 del visit  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed, TakenAway):
