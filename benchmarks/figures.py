@@ -1,4 +1,4 @@
-"""Writes the figures of README.md, docs/conformance.md and docs/concepts.md from the committed results, between two markers in each.
+"""Writes the figures of README.md and of pages in docs/ from the committed results, between two markers in each.
 
 python benchmarks/figures.py            # rewrites them
 python benchmarks/figures.py --check    # exits with 1 when one of them is not what the results say

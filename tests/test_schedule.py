@@ -20,7 +20,7 @@ from gpupipe.data.decode import helping as helping_room
 from gpupipe.data.depth import DepthControl
 from gpupipe.data.jitter import Closed, JitterBuffer
 from gpupipe.data.transform import ClipTransform
-from gpupipe.data.visit import further_batches
+from gpupipe.data.visit import further_batches, most_bytes
 from gpupipe.telemetry import Telemetry
 
 
@@ -459,6 +459,22 @@ def test_the_bound_of_the_look_ahead_is_in_visits_and_bytes() -> None:
     assert further(512) == 0, "one alone is more than 1 GiB"
     small = LoaderConfig(batch=8, clip={"frames": 4, "clips_per_video": 2}, transform={"size": 64})
     assert further_batches(small, ClipTransform(small.transform, 4)) == 256 // 4
+
+
+@pytest.mark.parametrize(
+    ("size", "jitter", "expected"),
+    [
+        (8, {}, 2**30),
+        (512, {}, 4 * 512 * 3 * 16 * 224 * 224 * 2),
+        (512, {"depth": 9}, None),
+        (8, {"depth": 9, "max_gib": 0.25}, 2**28),
+        (512, {"max_gib": 0.25}, 2**28),
+    ],
+    ids=["auto", "auto, large batches", "fixed", "fixed, bounded", "auto, bounded"],
+)
+def test_the_bytes_that_batches_may_have(size: int, jitter: dict[str, Any], expected: int | None) -> None:
+    config = LoaderConfig(batch=size, clip={"frames": 16}, transform={"size": 224}, jitter=jitter)
+    assert most_bytes(config, ClipTransform(config.transform, 16)) == expected
 
 
 @pytest.mark.parametrize("in_order", [True, False])

@@ -99,6 +99,17 @@ def test_a_disk_that_does_not_answer_is_named(
     assert "read_ahead" in (error.fix or "")
 
 
+def test_threads_that_index_ahead_are_not_waited_for_either(
+    clips: dict[str, Path], monkeypatch: pytest.MonkeyPatch, released: threading.Event, fresh_cache: Path
+) -> None:
+    """On a GPU machine they do, and a disk that hangs has them first."""
+    monkeypatch.setattr("gpupipe.data.index._indices", type(pipeline.indices._indices)())
+    monkeypatch.setattr("gpupipe.data.loader._index_workers", lambda device: 1)
+    monkeypatch.setattr(pipeline.indices, "known", hangs(released, pipeline.indices.known, threading.Event()))
+    error = starves(VideoLoader([clips["h264"]] * 8, **SMALL, timeout_seconds=SOON))
+    assert "indexing 2 visits" in error.message
+
+
 @pytest.mark.parametrize("name", ["before", "after"])
 def test_a_transform_of_the_users_own_is_named(name: str, clips: dict[str, Path], released: threading.Event) -> None:
     def stuck(clip: Clip) -> None:
