@@ -126,6 +126,14 @@ def test_a_first_stall_raises_it_at_once_and_calm_lowers_it_step_by_step() -> No
     assert replay.control.depth == replay.control.high_water == 3
 
 
+def test_times_that_grow_are_followed_before_anyone_waits() -> None:
+    replay = Replay(DepthControl(2, 32), lambda k: 0.1 + k / 1000, workers=16).run(1000)
+    assert replay.stalls == []
+    assert replay.depths[-1] >= 11
+    fixed = Replay(DepthControl.fixed(4), lambda k: 0.1 + k / 1000, workers=16).run(1000)
+    assert len(fixed.stalls) > 100
+
+
 def test_a_pause_of_everything_is_bridged_the_next_time() -> None:
     control = DepthControl(2, 32)
     first = Replay(control, lambda k: 0.2, stopped=(10.0, 12.0)).run(150)
