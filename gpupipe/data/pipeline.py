@@ -166,11 +166,11 @@ class Pipeline:
         if self._forked:
             return
         self.abandon()
-        patience = _HUNG_SECONDS if self._starved else None
-        self._crew.join(patience or math.inf)
+        until = time.monotonic() + (_HUNG_SECONDS if self._starved else math.inf)
+        self._crew.join(until - time.monotonic())
         for thread in self._ahead.threads:
             if thread.ident is not None:  # it was started
-                thread.join(patience)
+                thread.join(max(0.0, until - time.monotonic()) if self._starved else None)
         self._read_ahead.join()
         self._settle()
         self._schedule.let_go()  # of the batch under construction
