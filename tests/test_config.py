@@ -222,6 +222,7 @@ def test_an_error_says_what_the_field_is_for() -> None:
         ("frames", r"did you mean 'clip\.frames'\?\n.*write clip=\{'frames': …\}"),
         ("size", r"did you mean 'transform\.size' or 'batch\.size'"),
         ("prefetch", r"jitter=\{'depth': …\}"),
+        ("timeout", "write timeout_seconds=…"),
         ("num_workers", r"decode=\{'threads': …\}"),
         ("after", "give it to VideoLoader itself"),
         ("shuffel", "did you mean 'shuffle'"),
@@ -418,3 +419,19 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     assert LoaderConfig.from_yaml(path).clip == ClipConfig(frames=4, stride=2)
     path.write_text("<<: &all {<<: &some {seed: 1}, seed: 2}\nbatch: 4\n")
     assert LoaderConfig.from_yaml(path) == LoaderConfig.parse({"seed": 2, "batch": 4})
+
+
+def test_the_bounds_of_a_depth_are_for_one_that_sets_itself(tmp_path: Path) -> None:
+    assert (JitterConfig().depth, JitterConfig(depth=6).depth) == ("auto", 6)
+    with pytest.raises(ConfigError, match="max_depth is for depth='auto', not for depth=4"):
+        JitterConfig(depth=4, max_depth=8)
+    with pytest.raises(ConfigError, match="min_depth=20 is above max_depth=16"):
+        JitterConfig(min_depth=20)
+    for bad in ("deep", 0, 1025, True, 2.5):
+        with pytest.raises(ConfigError, match=r"JitterConfig\.depth"):
+            JitterConfig(depth=bad)
+    LoaderConfig(jitter={"min_depth": 3, "max_depth": 8}).to_yaml(tmp_path / "saved.yaml")
+    saved = LoaderConfig.from_yaml(tmp_path / "saved.yaml")
+    assert (saved.jitter.depth, saved.jitter.max_depth) == ("auto", 8)
+    assert saved.override({"jitter": {"depth": 4}}).jitter.depth == 4, "a number takes the place of the bounds"
+    assert saved.override({"jitter": {"max_depth": 9}}).jitter.min_depth == 3

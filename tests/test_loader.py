@@ -28,7 +28,7 @@ from clips import spoilt
 from gpupipe import Batch, TransformParams, VideoLoader, VideoReader
 from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.data import index as indices
-from gpupipe.data import pipeline, prepare
+from gpupipe.data import pipeline, prepare, tasks
 from gpupipe.data.decode import cpu, fleet
 from gpupipe.data.group import Fixed
 from gpupipe.data.plan import make_plan
@@ -556,11 +556,11 @@ def test_close_from_another_thread_wakes_a_waiting_consumer(folder: Path, monkey
     assert not threads()
 
 
-@pytest.mark.parametrize("where", ["pipeline.Assembly", "prepare.make_plan"])
+@pytest.mark.parametrize("where", ["tasks.Assembly", "prepare.make_plan"])
 def test_collection_inside_a_worker_does_not_lock_up(folder: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iterator in a cycle is collected wherever the collector happens to run, be it in a worker that holds a lock."""
     room, name = where.split(".")
-    patched = {"pipeline": pipeline, "prepare": prepare}[room]
+    patched = {"tasks": tasks, "prepare": prepare}[room]
     original = getattr(patched, name)
     dropped = threading.Event()
 

@@ -129,17 +129,36 @@ class DecodeConfig(StageConfig):
 
 
 class JitterConfig(StageConfig):
-    """How many batches are prepared ahead, and in which order they come."""
+    """How many batches are prepared ahead, and in which order they come. None of it changes what is in a batch."""
 
     example: ClassVar[str] = '{"depth": 4}'
 
-    depth: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Batches in preparation or ready, not yet taken by the consumer. While processes help NVDEC (``decode.cpu_workers``) and
-    the consumer waits for data, there may be more, as many as the helpers' pace asks for: at most so many that they hold 256
+    depth: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """Batches in preparation or ready, not yet taken by the consumer. ``auto``: as many as the spread of the times that they
+    take asks for, from ``min_depth`` to ``max_depth``, 4 at first. While processes help NVDEC (``decode.cpu_workers``) and the
+    consumer waits for data, there may be more, as many as the helpers' pace asks for: at most so many that they hold 256
     further visits to videos, and at most 1 GiB of output together."""
+    min_depth: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Batches, at least, with ``depth="auto"``."""
+    max_depth: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Batches, at most, with ``depth="auto"``."""
+    max_gib: Annotated[float, Field(gt=0, le=65536)] | None = None
+    """Bound on the output of these batches in GiB, whatever the depth; a single batch may be larger. None: no bound for a fixed
+    depth; for ``auto`` 1 GiB, or four batches where they are larger."""
     in_order: bool = True
     """False: batches come as they are completed, so that a slow video holds up no other batch. What is in each stays the same;
     their order then depends on timing."""
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        if self.min_depth > self.max_depth:
+            raise Misfit(
+                f"min_depth={self.min_depth} is above max_depth={self.max_depth}", fix="raise max_depth or lower min_depth"
+            )
+        for name in ("min_depth", "max_depth"):  # by value, since a saved configuration names every field
+            if self.depth != "auto" and getattr(self, name) != type(self).model_fields[name].default:
+                raise Misfit(f"{name} is for depth='auto', not for depth={self.depth}", fix=f"leave depth or {name} out")
+        return self
 
 
 class CacheConfig(StageConfig):
@@ -176,6 +195,7 @@ class LoaderConfig(StageConfig):
         **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
         "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
         "batch_size": "write batch=…",
+        "timeout": "write timeout_seconds=…",
     }
 
     source: SourceConfig = SourceConfig()
@@ -200,6 +220,9 @@ class LoaderConfig(StageConfig):
     """A new order each epoch; False: that of the list."""
     repeat: bool = False
     """One iterator goes through epoch after epoch, for trainers that count steps: the loader has no ``len()``."""
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    """How long the loop may wait for a batch, the first one included. After that it gets an error that names the stage which
+    starves it. None: for ever, but for what ``decode.limit_seconds`` bounds."""
     columns: tuple[str, ...] = ()
     """Columns of the source carried to the batch besides ``label``: numbers and arrays of numbers as tensors, text in
     ``batch.text``."""
@@ -246,6 +269,8 @@ class LoaderConfig(StageConfig):
                         kept.pop(other, None)
                 if isinstance(stage, TransformConfig) and "size" in part and stage.short_side_is_presets:
                     kept.pop("short_side", None)  # to be that for the new size
+                if name == "jitter" and part.get("depth", "auto") != "auto":
+                    kept = {field: value for field, value in kept.items() if field not in ("min_depth", "max_depth")}
                 merged[name] = kept | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 

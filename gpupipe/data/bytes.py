@@ -15,6 +15,7 @@ from types import TracebackType
 from typing import Self
 
 from gpupipe.data.limit import no_more_files, too_many
+from gpupipe.device.doing import at
 from gpupipe.errors import GpupipeError, OpenError
 
 _ADVICE_BYTES = 128 << 10
@@ -116,7 +117,8 @@ class LocalFile:
             memory[: len(data)] = data
             return len(data)
         try:
-            return os.preadv(self._fd, [memory], position)
+            with at("bytes", self.path):
+                return os.preadv(self._fd, [memory], position)
         except OSError as error:
             raise self._failed(position, error) from error
 
@@ -125,7 +127,8 @@ class LocalFile:
 
     def _pread(self, size_bytes: int, position: int) -> bytes:
         try:
-            return os.pread(self._fd, size_bytes, position)
+            with at("bytes", self.path):
+                return os.pread(self._fd, size_bytes, position)
         except OSError as error:
             raise self._failed(position, error) from error
 

@@ -38,7 +38,11 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def occupancy(self) -> int:
-        return self._pipeline.occupancy
+        return self._pipeline.levels["occupancy"]
+
+    @property
+    def levels(self) -> dict[str, int]:
+        return self._pipeline.levels
 
     def __next__(self) -> Batch:
         if os.getpid() != self._owner:

@@ -11,6 +11,7 @@ import torch
 from gpupipe.config import LoaderConfig
 from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.decode import DecodeEngine, Helping
+from gpupipe.data.depth import DepthControl
 from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.group import Grouping
 from gpupipe.data.makers import Makers
@@ -63,6 +64,15 @@ class Job:
     """What tells this list of videos from another."""
     folder: str = field(default_factory=_working_folder)
     """Where relative paths start, whatever the working directory becomes."""
+    depth: DepthControl = field(init=False)
+    """Of the jitter buffer; what one epoch has taught it serves the next."""
+
+    def __post_init__(self) -> None:
+        jitter = self.config.jitter
+        if jitter.depth == "auto":
+            self.depth = DepthControl(jitter.min_depth, jitter.max_depth)
+        else:
+            self.depth = DepthControl.fixed(jitter.depth)
 
     def entry_of(self, task: Task) -> Entry:
         """The video that a task is about."""

@@ -29,7 +29,7 @@ from gpupipe.data.decode.fleet import engines_of, index_workers
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import Position, group
 from gpupipe.data.iterator import BatchIterator, forked, refuse_inside
-from gpupipe.data.jitter import Closed
+from gpupipe.data.jitter import NO_LEVELS, Closed
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.makers import Makers
@@ -306,11 +306,14 @@ class VideoLoader:
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
         ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
-        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
+        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``stalls`` and
+        ``stall_seconds`` (waits for another than an epoch's first batch), and of the jitter buffer now: ``occupancy`` (batches
+        ready), ``in_flight`` (these and those in preparation), ``jitter_bytes`` (theirs; at most so far ``jitter_peak_bytes``),
+        ``jitter_depth`` and its marks ``jitter_low_water`` and ``jitter_high_water``.
         """
         iterator = self._iterator() if self._iterator is not None else None
-        occupancy = iterator.occupancy if iterator is not None else 0
-        return {**self._telemetry.snapshot(), "occupancy": occupancy}
+        levels = iterator.levels if iterator is not None else NO_LEVELS
+        return {"stall_seconds": 0.0, **self._telemetry.snapshot(), **levels, **self._job.depth.levels}
 
     def close(self) -> None:
         """Ends the iterator and the threads, and leaves the decoders to the next loader (:func:`gpupipe.free_decoders`).

@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from gpupipe.data import index as indices
-from gpupipe.data.assembly import Arrival, Assembly
+from gpupipe.data.assembly import Arrival
 from gpupipe.data.crew import Crew, TakenAway, Worker
 from gpupipe.data.decode import DecodeEngine, Decoder, Schedule, Unsupported
 from gpupipe.data.group import Group
 from gpupipe.data.index.ahead import IndexAhead
-from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.jitter import Closed, JitterBuffer, Late
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
 from gpupipe.data.source.arrays import filled
+from gpupipe.data.starving import starved
 from gpupipe.data.stop import Stopped
+from gpupipe.data.tasks import batch_bytes, further_batches, most_bytes, tasks, visits_per_batch
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Call, CallFailed
-from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
+from gpupipe.data.visit import Skipped, Task, Visit, all_skipped
+from gpupipe.device.doing import at, doing
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.types import Batch, ClipRecord, Planes
@@ -41,6 +45,8 @@ _GRACE_SECONDS = 5.0
 """How much longer than a video may take until its thread counts as stuck: by then it would have noticed by itself."""
 _PATIENCE_SECONDS = 2.0
 """How long a user's own transform may have run until the end of the pipeline no longer waits for it."""
+_HUNG_SECONDS = 2.0
+"""How long the end of a pipeline that starved its consumer waits for threads, which may hang."""
 _LATE = "leave the file out, or raise decode.limit_seconds"
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
@@ -73,12 +79,7 @@ class Pipeline:
 
     def __init__(self, job: Job, groups: Sequence[Group], epoch: int, *, resumed: bool = False) -> None:
         self._job = job
-        self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
-            job.config.jitter.depth,
-            job.telemetry,
-            on_room=lambda: self._schedule.room(),
-            in_order=job.config.jitter.in_order,
-        )
+        self._starved = False
         self._stopping = False
         self._delivered = resumed  # an epoch that goes on has delivered before
         self.skipped: list[int] = []
@@ -89,16 +90,29 @@ class Pipeline:
         requests = [request for group in groups for request in group.requests]
         paths = [job.file_of(job.entries[request.entry]) for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
-        depth, visits = job.config.jitter.depth, visits_per_batch(job.config)
-        further = further_batches(job.config, job.makers.plain) if job.helping is not None else 0
+        visits = visits_per_batch(groups)
+        size = batch_bytes(job, groups)
+        further = further_batches(visits, size) if job.helping is not None else 0
+        self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
+            job.depth,
+            job.telemetry,
+            on_room=lambda: self._schedule.room(),
+            in_order=job.config.jitter.in_order,
+            most_bytes=most_bytes(job.config.jitter, size),
+        )
+
+        def reserve(size_bytes: int) -> int | None:
+            return self._jitter.reserve(further if self._schedule.far else None, size_bytes)
+
+        ends = list(accumulate((len(group.requests) for group in groups), initial=0))
         self._schedule: Schedule[Task, Visit] = Schedule(
-            _tasks(job, groups, epoch, lambda: self._jitter.reserve(further if self._schedule.far else 0)),
+            tasks(job, groups, epoch, reserve),
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
             helping=job.helping,
-            window=depth * visits,
+            window=job.depth.lowest * visits,
             further=further * visits,
-            reach=lambda: (self._jitter.taken + depth) * visits,
+            reach=lambda: ends[min(self._jitter.reach, len(groups))],
             behind=lambda: self._jitter.behind,
         )
         self._jitter.finish(len(groups))
@@ -132,21 +146,27 @@ class Pipeline:
             raise
 
     @property
-    def occupancy(self) -> int:
-        """Batches ready and not yet taken."""
-        return self._jitter.occupancy
+    def levels(self) -> dict[str, int]:
+        """Batches and bytes in the jitter buffer, as :meth:`JitterBuffer.levels` has them."""
+        return self._jitter.levels()
 
     def take(self) -> Ready | None:
         """The next batch and the event that completes it; None after the last.
 
         Raises:
             GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
+            StarvedError: when nothing came within ``timeout_seconds``. Threads may hang then: :meth:`stop` waits for none long.
             Closed: when the pipeline was stopped.
         """
-        ready = self._jitter.take()
-        while isinstance(ready, _Skipped):
-            self.skipped.append(ready.index)
-            ready = self._jitter.take()
+        seconds = self._job.config.timeout_seconds
+        try:
+            ready = self._jitter.take(seconds)
+            while isinstance(ready, _Skipped):
+                self.skipped.append(ready.index)
+                ready = self._jitter.take(seconds)
+        except Late:
+            self._starved = True
+            raise starved(seconds or 0.0, map(doing, self._crew.threads), time.monotonic()) from None
         if ready is None and not self._delivered and self._skipped:
             raise all_skipped(self._skipped, self._job.bad_files)
         self._delivered = True
@@ -157,10 +177,11 @@ class Pipeline:
         if self._forked:
             return
         self.abandon()
-        self._crew.join()
+        until = time.monotonic() + (_HUNG_SECONDS if self._starved else math.inf)
+        self._crew.join(until - time.monotonic())
         for thread in self._ahead.threads:
             if thread.ident is not None:  # it was started
-                thread.join()
+                thread.join(max(0.0, until - time.monotonic()) if self._starved else None)
         self._read_ahead.join()
         self._settle()
         self._schedule.let_go()  # of the batch under construction
@@ -221,12 +242,16 @@ class Pipeline:
                 if kind == "cpu" and not engine.ready:  # before it has a clip, which would have to wait for that
                     if not self._schedule.wait_until_wanted(place):
                         return
-                    engine.get_ready(lambda: self._stopping)
+                    with at("process"):
+                        engine.get_ready(lambda: self._stopping)
                 visit = self._schedule.take(kind, place)
                 if visit is None:
                     return
                 # Where it helps: not the task, since what becomes of that is the schedule's affair.
-                worker.begin(visit if self._schedule.is_lent(visit, kind) else visit.task)
+                lent = self._schedule.is_lent(visit, kind)
+                worker.begin(visit if lent else visit.task)
+                if not lent:
+                    self._jitter.begin(visit.task.batch)
                 self._serve(engine, kind, visit)
                 del visit  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed, TakenAway):
@@ -332,7 +357,7 @@ class Pipeline:
             try:
                 if entry.path in job.stuck_in:
                     raise DecodeError(f"{entry.path}: a visit to it took too long before", fix=_LATE, path=entry.path)
-                with job.telemetry.span("index"):
+                with job.telemetry.span("index"), at("index", entry.path):
                     self._ahead.wait_for(job.file_of(entry))
                     index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
                 if index.info.damage is not None:
@@ -436,33 +461,3 @@ class Pipeline:
 
 def _streams(job: Job) -> list[torch.cuda.Stream]:
     return [engine.stream for engine in [*job.engines, *job.helpers] if engine.stream is not None]
-
-
-def _tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[], int | None]) -> Generator[Task | None]:
-    """All visits of the epoch in order; None while ``reserve`` has no number, since there is no room for another batch."""
-    clips, number = job.config.clip.clips_per_video, 0
-    for group in groups:
-        while (batch := reserve()) is None:
-            yield None
-        transform = job.makers.transform(group.shape)
-        with stage("allocate"):
-            assembly = Assembly(
-                len(group.requests) * clips,
-                transform.clip_shape,
-                transform.dtype,
-                job.device,
-                job.stream,
-                job.kinds,
-                memory_format=transform.memory_format,
-                mix=job.config.transform.mix,
-                epoch=epoch,
-                index=group.index,
-            )
-        visits = deque(
-            Task(number + place, batch, assembly, range(place * clips, (place + 1) * clips), request)
-            for place, request in enumerate(group.requests)
-        )
-        number += len(group.requests)
-        del assembly  # it may be long until the next one is asked for, and the batch dropped meanwhile
-        while visits:
-            yield visits.popleft()

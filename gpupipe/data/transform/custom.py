@@ -12,6 +12,7 @@ import torch
 
 from gpupipe.data.order import AFTER, BEFORE, clip_generator
 from gpupipe.data.transform import ClipTransform, to_rgb
+from gpupipe.device.doing import at
 from gpupipe.device.memory import PITCH_BYTES
 from gpupipe.device.stream import stage
 from gpupipe.errors import GraphError
@@ -164,7 +165,8 @@ class Custom:
         watch(Call(name, function, clip.info.path))
         within, self._thread.calling = self.calling, True  # it may make a clip again by replay, and that calls it too
         try:
-            with stage("transform", clip.info.path), torch.no_grad():  # a batch is data: nothing is learnt through it
+            # A batch is data: nothing is learnt through it.
+            with stage("transform", clip.info.path), at(name, clip.info.path), torch.no_grad():
                 given = function(clip)
         except Exception as error:
             note = f"raised by the transform {name}={function!r} for {clip.info.path}"
