@@ -36,9 +36,11 @@ from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
 from gpupipe.data.source import Videos, class_names, collect, column_kinds, label_names, number_labels, start_frame
 from gpupipe.data.source.columns import Kind
+from gpupipe.data.stages import stages, traffic
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
-from gpupipe.device import heap
+from gpupipe.data.verdict import limit
+from gpupipe.device import heap, nvtx
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
@@ -130,9 +132,9 @@ class VideoLoader:
                 if len(order)
                 else "give at least one video for each rank",
             )
-        self._telemetry = Telemetry()
+        self._telemetry = Telemetry(nvtx.marker(self.device))
         engines, helpers = _engines(self.config, self.device, self._telemetry)
-        files = OpenFiles(self.config.cache.open_files)
+        files = OpenFiles(self.config.cache.open_files, self._telemetry)
         for engine in [*engines, *helpers]:
             engine.files = files
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
@@ -237,11 +239,20 @@ class VideoLoader:
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
         ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
-        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
+        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``,
+        ``to_device_bytes`` and ``device_written_bytes`` (see :func:`gpupipe.data.stages.traffic`).
+
+        ``stages`` has for each stage a :class:`gpupipe.data.stages.StageFigures`; ``limit`` says in words which one limits, by
+        the rule of :mod:`gpupipe.data.verdict`.
         """
         iterator = self._iterator() if self._iterator is not None else None
-        occupancy = iterator.occupancy if iterator is not None else 0
-        return {**self._telemetry.snapshot(), "occupancy": occupancy}
+        queues = iterator.queues if iterator is not None else {}
+        found = stages(self._telemetry, queues, custom=self._job.custom.is_there)
+        moved = traffic(self._telemetry, self.device)
+        return {
+            **self._telemetry.snapshot(), **moved, "occupancy": queues.get("buffer", 0),
+            "stages": found, "limit": limit(found).text,
+        }  # fmt: skip
 
     def close(self) -> None:
         """Ends the iterator and the threads, and leaves the decoders to the next loader (:func:`gpupipe.free_decoders`).
@@ -295,7 +306,11 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def occupancy(self) -> int:
-        return self._pipeline.occupancy
+        return self.queues["buffer"]
+
+    @property
+    def queues(self) -> dict[str, int]:
+        return self._pipeline.queues
 
     def __next__(self) -> Batch:
         if os.getpid() != self._owner:
@@ -312,7 +327,7 @@ class BatchIterator(Iterator[Batch]):
                 raise StopIteration
             batch, complete = ready
             if complete is not None:
-                with stage("hand-over"):
+                with stage("hand-over"), self._job.telemetry.span("hand_over", self._pipeline.consumer.clock):
                     hand_over(batch.values(), [complete], torch.cuda.current_stream(self._job.device))
         except Closed:
             raise ClosedError(f"this iterator cannot go on: {self._ended or 'it was ended'}", fix="iterate again") from None

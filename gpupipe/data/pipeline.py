@@ -25,12 +25,14 @@ from gpupipe.data.limit import within_limit
 from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
+from gpupipe.data.stages import IDLE, INDEX_WAIT, RUNNING, Consumer, count_bytes
 from gpupipe.data.stop import Stopped
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Call, CallFailed
 from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
+from gpupipe.telemetry import Clock
 from gpupipe.types import Batch, ClipRecord, ClipRequest, Planes
 
 _BAD = (OpenError, DecodeError, SampleError)
@@ -45,12 +47,10 @@ _MOST_ATTEMPTS = 32
 
 Ready = tuple[Batch, torch.cuda.Event | None]
 """A batch and the event that completes it; no event on the CPU."""
+Finished = tuple[Ready | None, float]
+"""A batch, or None where every clip of it was skipped, and when it was ready."""
 Work = Task | Visit | Call
 """What a thread may get stuck in."""
-
-
-class _Skipped:
-    """Stands for a batch of which every clip was skipped."""
 
 
 _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -68,13 +68,17 @@ class Pipeline:
 
     def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
         self._job = job
-        self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
+        self._jitter: JitterBuffer[Finished] = JitterBuffer(
             job.config.jitter.depth,
             job.telemetry,
             on_room=lambda: self._schedule.room(),
             in_order=job.config.jitter.in_order,
         )
         self._stopping = False
+        self.consumer = Consumer(job.telemetry)
+        self._clocks: dict[int, Clock] = {-1: job.telemetry.clock(RUNNING)}
+        """Those of the threads at work by their places in the crew, and the pipeline's own."""
+        self._first = first_batch
         self._delivered = first_batch > 0  # an epoch that goes on has delivered before
         self._skipped: list[Skipped] = []
         self._owner = os.getpid()
@@ -93,6 +97,7 @@ class Pipeline:
             further=further * visits,
             reach=lambda: (self._jitter.taken + depth) * visits,
             behind=lambda: self._jitter.behind,
+            waits=job.telemetry.at,
         )
         self._jitter.finish(len(groups) - first_batch)
         self._crew: Crew[DecodeEngine, Work] = Crew(
@@ -125,9 +130,10 @@ class Pipeline:
             raise
 
     @property
-    def occupancy(self) -> int:
-        """Batches ready and not yet taken."""
-        return self._jitter.occupancy
+    def queues(self) -> dict[str, int]:
+        """What waits for a stage now: clips for ``decode``, begun batches for ``assemble``, ready ones in the ``buffer``."""
+        ready = self._jitter.occupancy
+        return {"decode": self._schedule.waiting, "assemble": max(0, self._jitter.in_flight - ready), "buffer": ready}
 
     def take(self) -> Ready | None:
         """The next batch and the event that completes it; None after the last.
@@ -136,9 +142,12 @@ class Pipeline:
             GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
             Closed: when the pipeline was stopped.
         """
-        ready = self._jitter.take()
-        while isinstance(ready, _Skipped):
-            ready = self._jitter.take()
+        self.consumer.asks()
+        finished = self._jitter.take()
+        while finished is not None and finished[0] is None:
+            finished = self._jitter.take()
+        ready, since = finished or (None, None)
+        self.consumer.gets(since)
         if ready is None and not self._delivered and self._skipped:
             raise all_skipped(self._skipped, self._job.bad_files)
         self._delivered = True
@@ -181,6 +190,9 @@ class Pipeline:
         if self._forked:
             return
         self._stopping = True
+        self.consumer.end()
+        for clock in list(self._clocks.values()):
+            clock.end()
         self._crew.end()
         self._ahead.abandon()
         self._read_ahead.abandon()
@@ -206,14 +218,16 @@ class Pipeline:
         # Without NVDEC all engines stand in one line, whatever it is called.
         kind: Decoder = "nvdec" if worker.line < len(job.engines) else "cpu"
         place = worker.line if kind == "nvdec" else worker.line - len(job.engines)
+        clock = self._clocks[worker.line] = job.telemetry.clock("plan", own=True)
         try:
             if engine.stream is not None:  # a new thread's current GPU is the first one, whatever this loader's is
                 torch.cuda.set_device(engine.device)
             while not self._stopping:
                 if kind == "cpu" and not engine.ready:  # before it has a clip, which would have to wait for that
-                    if not self._schedule.wait_until_wanted(place):
-                        return
-                    engine.get_ready(lambda: self._stopping)
+                    with job.telemetry.at(IDLE):
+                        if not self._schedule.wait_until_wanted(place):
+                            return
+                        engine.get_ready(lambda: self._stopping)
                 visit = self._schedule.take(kind, place)
                 if visit is None:
                     return
@@ -226,6 +240,8 @@ class Pipeline:
         except BaseException as error:  # crosses to the consumer, who raises it
             if not worker.given_up:
                 self._fail(error)
+        finally:
+            clock.end()
 
     def _fail(self, error: BaseException) -> None:
         self._jitter.fail(error.error if isinstance(error, CallFailed) else error)
@@ -239,6 +255,7 @@ class Pipeline:
         engines[place] = worker.engine.twin()
         worker.engine.give_up()
         self._streams = _streams(job)
+        self._clocks[worker.line].end()
         job.telemetry.count("threads_given_up")
         return engines[place]
 
@@ -266,6 +283,8 @@ class Pipeline:
 
     def _watch(self, call: Call | None) -> None:
         """Told of the calls of the user's own transforms."""
+        if (clock := self._job.telemetry.own_clock) is not None:
+            clock.turn("transform" if call is None else "custom")
         if call is None:
             self._crew.me.claim()
         elif self._stopping:
@@ -277,6 +296,8 @@ class Pipeline:
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
+        if (clock := self._job.telemetry.own_clock) is not None:
+            clock.about = f"batch {self._first + visit.task.batch}"
         decoder: Decoder = "cpu" if kind == "cpu" else visit.decoder
         try:
             try:
@@ -325,7 +346,8 @@ class Pipeline:
                 if entry.path in job.stuck_in:
                     raise DecodeError(f"{entry.path}: a visit to it took too long before", fix=_LATE, path=entry.path)
                 with job.telemetry.span("index"):
-                    self._ahead.wait_for(job.file_of(entry))
+                    with job.telemetry.at(INDEX_WAIT):
+                        self._ahead.wait_for(job.file_of(entry))
                     index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
                 if index.info.damage is not None:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
@@ -337,13 +359,14 @@ class Pipeline:
                 return Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
             except _BAD as error:
                 me.claim()
-                task = self._after_failure(task, error)
+                task = self._after_failure(task, error, "plan" if isinstance(error, SampleError) else "index")
         return None
 
-    def _after_failure(self, task: Task, error: GpupipeError) -> Task | None:
+    def _after_failure(self, task: Task, error: GpupipeError, failed: str = "decode") -> Task | None:
         """Counts and names a bad sample; the task with a substitute for it, or None when its slots are skipped, and done."""
         job, entry = self._job, self._job.entry_of(task)
         job.telemetry.count("bad_clips", len(task.slots))
+        job.telemetry.count(f"{failed}_failures")
         task.assembly.unusable(task.slots[0], entry.path)
         job.bad_files.setdefault(entry.path, str(error))
         job.telemetry.warn_once(f"bad {entry.path}", f"{entry.path} cannot be used: {error}")
@@ -419,9 +442,12 @@ class Pipeline:
     def _arrived(self, task: Task, arrivals: list[Arrival] | None) -> None:
         for clip, slot in enumerate(task.slots):
             if task.assembly.arrive(slot, arrivals[clip] if arrivals is not None else None):
-                with stage("assemble"):
-                    finished = task.assembly.finish()
-                self._jitter.put(task.batch, finished or _Skipped())
+                telemetry = self._job.telemetry
+                with stage("assemble"), telemetry.span("assemble"):
+                    ready = task.assembly.finish()
+                if ready is not None:
+                    count_bytes(telemetry, ready[0], self._job.device)
+                self._jitter.put(task.batch, (ready, telemetry.now()))
 
 
 def _streams(job: Job) -> list[torch.cuda.Stream]:
@@ -436,7 +462,7 @@ def _tasks(
     for position, requests in enumerate(groups[first_batch:], first_batch):
         while (batch := reserve()) is None:
             yield None
-        with stage("allocate"):
+        with stage("allocate"), job.telemetry.at("assemble"):
             assembly = Assembly(
                 len(requests) * clips,
                 job.transform.clip_shape,
