@@ -34,7 +34,7 @@ _HELP = {
     "transform": "fewer or cheaper changes of the picture, a smaller size",
     "custom": "your own before= or after= transform",
     "assemble": "larger batches made of fewer columns",
-    "consumer": "the data is fast enough",
+    "consumer": "nothing on the data side: it has time left",
     "uneven": "a larger jitter.depth, or jitter={'in_order': False}",
 }
 

@@ -139,7 +139,7 @@ class Monitor:
 
     def __enter__(self) -> Self:
         self._bus = BusCounters.open(self._loader.device)
-        if self._stream is not None and self._stream.isatty():
+        if _is_terminal(self._stream):
             from rich.console import Console
             from rich.live import Live
 
@@ -217,6 +217,11 @@ class Monitor:
         elif self._stream is not None and (last or time.perf_counter() - self._told >= PLAIN_SECONDS):
             self._told = time.perf_counter()
             print(line(look), file=self._stream, flush=True)
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether somebody watches; stderr is None, or closed, in processes that were started without it."""
+    return stream is not None and not stream.closed and stream.isatty()
 
 
 def _rates(now: StageFigures, before: StageFigures, seconds: float) -> StageRates:
