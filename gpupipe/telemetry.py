@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 log = logging.getLogger("gpupipe")
 
-_KEPT = 8192
-"""Durations kept per name for percentiles: the newest ones."""
+_KEPT = 2048
+"""Durations kept per name for percentiles: the newest ones. To sort many more would hold up other threads for milliseconds."""
 
 
 class Marker(Protocol):
@@ -138,6 +138,16 @@ class Telemetry:
     def own_clock(self) -> Clock | None:
         """The calling thread's clock."""
         return getattr(self._own, "clock", None)
+
+    def turn_own(self, at: str) -> None:
+        """Says what the calling thread is at from now on, where it has a clock."""
+        if (clock := self.own_clock) is not None:
+            clock.turn(at)
+
+    def about(self, what: str) -> None:
+        """Says what the calling thread's ranges in a profiler are about from now on."""
+        if (clock := self.own_clock) is not None:
+            clock.about = what
 
     def turn(self, clock: Clock, at: str) -> str:
         """For :meth:`Clock.turn`."""

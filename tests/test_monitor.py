@@ -161,6 +161,19 @@ def test_a_sink_that_fails_gets_no_more_and_harms_nobody(loader: VideoLoader, ca
     assert "No space left" in told
 
 
+def test_a_monitor_that_cannot_start_closes_its_sinks(loader: VideoLoader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a metrics server would stay behind."""
+
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("no NVML today")
+
+    kept = Kept()
+    monkeypatch.setattr(BusCounters, "open", fail)
+    with pytest.raises(RuntimeError, match="no NVML"), monitor(loader, sinks=[kept], show=False):
+        pass
+    assert kept.closed == 1
+
+
 def test_too_small_an_interval_is_refused(loader: VideoLoader) -> None:
     for seconds in (0, -1, float("nan")):
         with pytest.raises(ConfigError, match="every_seconds"):
@@ -307,10 +320,12 @@ def test_stages_are_marked_with_their_batch(clips: dict[str, Path], monkeypatch:
     with VideoLoader([str(clips["h264"])] * 8, **SMALL) as loader:
         list(loader)
     names = {stack[-1] for stack in ranges.seen}
-    for stage in ("decode", "transform"):
+    for stage in ("index", "decode", "transform", "assemble"):
         assert {f"gpupipe {stage} batch {number}" for number in range(4)} <= names
     assert {len(stack) for stack in ranges.open.values()} == {0}, "each range has an end"
     assert ("gpupipe decode batch 3", "gpupipe read batch 3") in ranges.seen
+    assert ("gpupipe wait",) in ranges.seen, "the loop's own waits"
+    assert not [name for name in names if name.startswith("gpupipe room batch")], "a thread without work is at no batch"
 
 
 @pytest.mark.parametrize(("asked", "device", "there"), [("1", "cuda:0", True), ("1", "cpu", False), ("0", "cuda:0", False),

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from gpupipe import VideoLoader
+from gpupipe.data import index as indices
 from gpupipe.data import pipeline
 from gpupipe.data.assembly import Assembly
 from gpupipe.data.bytes import LocalFile
 from gpupipe.data.decode import cpu
-from gpupipe.data.stages import CREW, Consumer, StageFigures, stages
+from gpupipe.data.plan import make_plan
+from gpupipe.data.stages import CREW, Consumer, StageFigures, stages, traffic
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.verdict import limit
 from gpupipe.telemetry import Telemetry
@@ -222,6 +225,31 @@ def test_telemetry_is_asked_little(clips: dict[str, Path], monkeypatch: pytest.M
     assert (next(calls) - before) / 64 < 40
 
 
+def test_traffic_is_what_was_uploaded_and_written() -> None:
+    counts = {"bytes_uploaded": 5, "bytes_planes": 70, "bytes_batches": 900}
+    assert traffic(counts, torch.device("cuda", 0)) == {"to_device_bytes": 5, "device_written_bytes": 970}
+    assert traffic({}, torch.device("cuda", 0)) == {"to_device_bytes": 0, "device_written_bytes": 0}
+    assert traffic(counts, torch.device("cpu")) == {"to_device_bytes": 0, "device_written_bytes": 0}
+
+
+def test_bytes_of_a_plan_are_those_of_its_packets(clips: dict[str, Path]) -> None:
+    """NVDEC is sent these, no more: packets that are left out are not in them."""
+    index = indices.load(str(clips["h264"]))
+    plan = make_plan(index, [3, 40])
+    assert plan.packet_bytes(index) == sum(int(index.size[packet]) for run in plan.passes for packet in run.packets)
+    assert 0 < plan.packet_bytes(index) < int(index.size.sum())
+
+
+def test_a_slow_index_that_others_make_counts_for_the_index(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where processes index ahead of NVDEC: threads wait for them, which is no work of any stage."""
+    monkeypatch.setattr(pipeline.IndexAhead, "wait_for", lambda ahead, path: time.sleep(SECONDS))
+    with VideoLoader(videos, **SMALL) as loader:
+        list(loader)
+        found = loader.stats()["stages"]
+    assert found["index"]["input_seconds"] >= SECONDS * len(videos) * 0.99
+    assert limit(found).stages == ("index",)
+
+
 # Who limits
 
 
@@ -334,7 +362,7 @@ def made_up(
     clock = telemetry.clock("running")
     now.now += seconds
     clock.end()
-    return stages(telemetry, {}, custom=False)
+    return stages(telemetry, telemetry.snapshot(), {}, custom=False)
 
 
 @pytest.mark.parametrize(

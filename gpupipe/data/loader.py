@@ -247,12 +247,10 @@ class VideoLoader:
         """
         iterator = self._iterator() if self._iterator is not None else None
         queues = iterator.queues if iterator is not None else {}
-        found = stages(self._telemetry, queues, custom=self._job.custom.is_there)
-        moved = traffic(self._telemetry, self.device)
-        return {
-            **self._telemetry.snapshot(), **moved, "occupancy": queues.get("buffer", 0),
-            "stages": found, "limit": limit(found).text,
-        }  # fmt: skip
+        counts = self._telemetry.snapshot()
+        found = stages(self._telemetry, counts, queues, custom=self._job.custom.is_there)
+        more = {"occupancy": queues.get("buffer", 0), "stages": found, "limit": limit(found).text}
+        return counts | traffic(counts, self.device) | more
 
     def close(self) -> None:
         """Ends the iterator and the threads, and leaves the decoders to the next loader (:func:`gpupipe.free_decoders`).

@@ -143,9 +143,10 @@ class Pipeline:
             Closed: when the pipeline was stopped.
         """
         self.consumer.asks()
-        finished = self._jitter.take()
-        while finished is not None and finished[0] is None:
+        with self._job.telemetry.at("wait"):
             finished = self._jitter.take()
+            while finished is not None and finished[0] is None:
+                finished = self._jitter.take()
         ready, since = finished or (None, None)
         self.consumer.gets(since)
         if ready is None and not self._delivered and self._skipped:
@@ -234,6 +235,7 @@ class Pipeline:
                 # Where it helps: not the task, since what becomes of that is the schedule's affair.
                 worker.begin(visit if self._schedule.is_lent(visit, kind) else visit.task)
                 self._serve(engine, kind, visit)
+                job.telemetry.about("")
                 del visit  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed, TakenAway):
             return
@@ -283,8 +285,7 @@ class Pipeline:
 
     def _watch(self, call: Call | None) -> None:
         """Told of the calls of the user's own transforms."""
-        if (clock := self._job.telemetry.own_clock) is not None:
-            clock.turn("transform" if call is None else "custom")
+        self._job.telemetry.turn_own("transform" if call is None else "custom")
         if call is None:
             self._crew.me.claim()
         elif self._stopping:
@@ -296,8 +297,7 @@ class Pipeline:
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
-        if (clock := self._job.telemetry.own_clock) is not None:
-            clock.about = f"batch {self._first + visit.task.batch}"
+        self._job.telemetry.about(f"batch {self._first + visit.task.batch}")
         decoder: Decoder = "cpu" if kind == "cpu" else visit.decoder
         try:
             try:
@@ -339,6 +339,7 @@ class Pipeline:
         job, me = self._job, self._crew.me
         while task is not None:
             request, entry = task.request, job.entry_of(task)
+            job.telemetry.about(f"batch {self._first + task.batch}")
             ahead = self._read_ahead.take(request)
             begun = partial(me.begin, task)
             begun()

@@ -104,14 +104,17 @@ def count_bytes(telemetry: Telemetry, batch: Batch, device: torch.device) -> Non
         telemetry.count("bytes_uploaded", total - batch.video.nbytes)
 
 
-def stages(telemetry: Telemetry, queues: Mapping[str, int], *, custom: bool) -> dict[str, StageFigures]:
+def stages(
+    telemetry: Telemetry, counts: Mapping[str, float], queues: Mapping[str, int], *, custom: bool
+) -> dict[str, StageFigures]:
     """The figures of all stages, by name, in the order in which a clip passes them.
 
     Args:
+        counts: the telemetry's snapshot.
         queues: items that wait for a stage now, by its name.
         custom: whether the loader has transforms of its user's.
     """
-    spent, counts = telemetry.spent(), telemetry.snapshot()
+    spent = telemetry.spent()
     wall = spent.get(RUNNING, 0.0)
     working = sum(spent.get(name, 0.0) for name in (*CREW, INDEX_WAIT, ROOM, IDLE))
     threads = working / wall if wall else 0.0
@@ -164,7 +167,7 @@ def stages(telemetry: Telemetry, queues: Mapping[str, int], *, custom: bool) -> 
     return found
 
 
-def traffic(telemetry: Telemetry, device: torch.device) -> dict[str, int]:
+def traffic(counts: Mapping[str, float], device: torch.device) -> dict[str, int]:
     """Bytes that the pipeline itself moved: ``to_device_bytes`` over the bus, ``device_written_bytes`` in the GPU's memory.
 
     The first are packets for NVDEC, planes that software decoded or the cache kept on the host, and the batches' columns; the
@@ -173,5 +176,5 @@ def traffic(telemetry: Telemetry, device: torch.device) -> dict[str, int]:
     """
     if device.type != "cuda":
         return {"to_device_bytes": 0, "device_written_bytes": 0}
-    written = telemetry.value("bytes_planes") + telemetry.value("bytes_batches")
-    return {"to_device_bytes": int(telemetry.value("bytes_uploaded")), "device_written_bytes": int(written)}
+    written = counts.get("bytes_planes", 0) + counts.get("bytes_batches", 0)
+    return {"to_device_bytes": int(counts.get("bytes_uploaded", 0)), "device_written_bytes": int(written)}

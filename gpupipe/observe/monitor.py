@@ -138,6 +138,14 @@ class Monitor:
         """The newest look; None before the first."""
 
     def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def _start(self) -> None:
         self._bus = BusCounters.open(self._loader.device)
         if _is_terminal(self._stream):
             from rich.console import Console
@@ -147,7 +155,6 @@ class Monitor:
             self._live.start()
         self._began = self._before = (time.perf_counter(), self._loader.stats())
         self._thread.start()
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
         self._stop.set()
@@ -155,10 +162,13 @@ class Monitor:
         try:
             self._look(last=True)
         finally:
-            if self._live is not None:
-                self._live.stop()
-            for sink in list(self._sinks):
-                self._guarded(sink, sink.close)
+            self._end()
+
+    def _end(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+        for sink in list(self._sinks):
+            self._guarded(sink, sink.close)
 
     def _run(self) -> None:
         while not self._stop.wait(self._every):
@@ -166,8 +176,6 @@ class Monitor:
 
     def _look(self, *, last: bool = False) -> None:
         now = (time.perf_counter(), self._loader.stats())
-        if now[0] - self._before[0] < 0.01:
-            return
         look, self._before = self._since(self._before, now), now
         self.latest = look
         for sink in list(self._sinks):
@@ -189,7 +197,7 @@ class Monitor:
 
     def _since(self, then: tuple[float, dict[str, Any]], now: tuple[float, dict[str, Any]]) -> Look:
         """What happened between two looks."""
-        before, after, seconds = then[1], now[1], now[0] - then[0]
+        before, after, seconds = then[1], now[1], max(1e-6, now[0] - then[0])
         sent, received = self._bus.read() if self._bus is not None else (None, None)
 
         def rate(key: str) -> float:
