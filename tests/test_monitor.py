@@ -23,8 +23,8 @@ from gpupipe import VideoLoader
 from gpupipe.device import inventory, nvtx
 from gpupipe.errors import ConfigError, DeviceError
 from gpupipe.observe import Look, monitor
+from gpupipe.observe.live import line, table
 from gpupipe.observe.machine import BusCounters
-from gpupipe.observe.monitor import line, table
 from gpupipe.observe.sinks import JsonLines, Prometheus, TensorBoard
 
 SMALL: dict[str, Any] = {"clip": {"frames": 2}, "transform": {"size": 16}, "device": "cpu", "batch": 2}

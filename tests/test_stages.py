@@ -14,6 +14,7 @@ import torch
 
 from gpupipe import VideoLoader
 from gpupipe.data import index as indices
+from gpupipe.data import loader as loader_room
 from gpupipe.data import pipeline
 from gpupipe.data.assembly import Assembly
 from gpupipe.data.bytes import LocalFile
@@ -21,11 +22,9 @@ from gpupipe.data.decode import cpu
 from gpupipe.data.plan import make_plan
 from gpupipe.data.stages import CREW, Consumer, StageFigures, stages, traffic
 from gpupipe.data.transform import ClipTransform
-from gpupipe.data.verdict import limit
+from gpupipe.data.verdict import Limit, limit
 from gpupipe.telemetry import Telemetry
 
-SECONDS = 0.04
-"""By which a stage is slowed at each clip: far more than the small clips here take."""
 SMALL: dict[str, Any] = {
     "clip": {"frames": 2},
     "transform": {"size": 16, "dtype": "float32"},
@@ -116,6 +115,47 @@ def test_clocks_are_each_threads_own_and_none_is_kept() -> None:
     assert telemetry.own_clock is None
     telemetry.spent()
     assert telemetry._clocks == [], "a thousand epochs would keep as many clocks as they had threads"
+
+
+def test_no_time_is_lost_or_counted_twice() -> None:
+    """Threads turn their clocks while others look at them and end them."""
+    telemetry = Telemetry()
+    lives: list[float] = []
+
+    def work() -> None:
+        clock = telemetry.clock("plan", own=True)
+        born = clock.since
+        for _ in range(300):
+            with telemetry.span("decode"), telemetry.at("read"):
+                pass
+        clock.end()
+        with telemetry.span("decode"):  # as a thread that was given up may
+            pass
+        assert clock.ended is not None
+        lives.append(clock.ended - born)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    totals = []
+    while any(thread.is_alive() for thread in threads):
+        totals.append(sum(telemetry.spent().values()))
+        time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert sum(telemetry.spent().values()) == pytest.approx(sum(lives))
+    assert totals == sorted(totals), "time only grows"
+
+
+def test_a_hand_over_is_taken_out_of_the_loops_own_time() -> None:
+    """The loop's thread may be any; its clock is named."""
+    now = Time()
+    telemetry = Telemetry(now=now)
+    clock = telemetry.clock("step")
+    with telemetry.span("hand_over", clock):
+        now.now += 2
+    now.now += 3
+    assert telemetry.spent() == {"hand_over": 2, "step": 3}
 
 
 def test_the_loops_time_is_divided() -> None:
@@ -240,106 +280,180 @@ def test_bytes_of_a_plan_are_those_of_its_packets(clips: dict[str, Path]) -> Non
     assert 0 < plan.packet_bytes(index) < int(index.size.sum())
 
 
-def test_a_slow_index_that_others_make_counts_for_the_index(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where processes index ahead of NVDEC: threads wait for them, which is no work of any stage."""
-    monkeypatch.setattr(pipeline.IndexAhead, "wait_for", lambda ahead, path: time.sleep(SECONDS))
-    with VideoLoader(videos, **SMALL) as loader:
-        list(loader)
-        found = loader.stats()["stages"]
-    assert found["index"]["input_seconds"] >= SECONDS * len(videos) * 0.99
-    assert limit(found).stages == ("index",)
-
-
 # Who limits
 
 
-def slowed(monkeypatch: pytest.MonkeyPatch, name: str, seconds: float) -> dict[str, Any]:
-    """Slows a stage at each clip; arguments for the loader."""
-    place, function = {
-        "index": (pipeline.indices, "load"),
-        "plan": (pipeline, "prepare"),
-        "read": (LocalFile, "read_into"),
-        "decode": (cpu, "decode"),
-        "transform": (ClipTransform, "apply_batch"),
-        "assemble": (Assembly, "finish"),
-    }.get(name, (None, ""))
-    if name == "custom":
-        return {"after": lambda clip: time.sleep(seconds)}
-    real = getattr(place, function)
+class Slowed:
+    """Loaders whose time is made up: it goes on only in stages that are slowed, while the loop waits for a batch.
 
-    def slow(*arguments: Any, **more: Any) -> Any:
-        time.sleep(seconds)
-        return real(*arguments, **more)
+    One thread makes one batch at a time, so that the outcome does not depend on how busy the machine is. No clip is made.
+    """
 
-    monkeypatch.setattr(place, function, slow)
-    return {}
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.time = Time()
+        self.asked = threading.Event()
+        """Set while the loop waits for a batch."""
+        self.busy = threading.Event()
+        """Set while it is at one."""
+        self.slowed = 0
+        """How often a stage was slowed."""
+        self.more: dict[str, Any] = {}
+        self._monkeypatch = monkeypatch
+        monkeypatch.setattr(loader_room, "Telemetry", lambda marker: Telemetry(marker, self.time))
+        asks, gets = Consumer.asks, Consumer.gets
+
+        def ask(consumer: Consumer) -> None:
+            self.busy.clear()
+            asks(consumer)
+            self.asked.set()
+
+        def get(consumer: Consumer, since: float | None) -> None:
+            self.asked.clear()
+            gets(consumer, since)
+            self.busy.set()
+
+        monkeypatch.setattr(Consumer, "asks", ask)
+        monkeypatch.setattr(Consumer, "gets", get)
+        monkeypatch.setattr(ClipTransform, "apply_batch", lambda transform, clips, stop: None)
+
+    def slow(self, name: str, seconds: float = 1.0, *, beside: bool = False) -> None:
+        """Slows a stage at each clip; ``beside`` the loop's work, but for the first one."""
+        if name == "custom":
+            self.more["after"] = lambda clip: self.takes(seconds)
+            return
+        place, function = PLACES[name]
+        real = getattr(place, function)
+
+        def slower(*arguments: Any, **more: Any) -> Any:
+            self.takes(seconds, self.busy if beside and self.slowed else self.asked)
+            self.slowed += 1
+            return real(*arguments, **more)
+
+        self._monkeypatch.setattr(place, function, slower)
+
+    def takes(self, seconds: float, when: threading.Event | None = None) -> None:
+        assert (when or self.asked).wait(60)
+        self.time.now += seconds
+
+    def loader(self, videos: list[str], **more: Any) -> VideoLoader:
+        alone = {"decode": {"threads": 1}, "jitter": {"depth": 1}}
+        return VideoLoader(videos, **SMALL | alone | self.more | more)
+
+    def limit(self, videos: list[str]) -> Limit:
+        with self.loader(videos) as loader:
+            list(loader)
+            found = loader.stats()
+        limiting = limit(found["stages"])
+        assert found["limit"] == limiting.text
+        return limiting
 
 
+PLACES: dict[str, tuple[Any, str]] = {
+    "index": (pipeline.indices, "load"),
+    "wait": (pipeline.IndexAhead, "wait_for"),
+    "plan": (pipeline, "prepare"),
+    "read": (LocalFile, "read_into"),
+    "decode": (cpu, "decode"),
+    "transform": (ClipTransform, "apply_batch"),
+    "assemble": (Assembly, "finish"),
+}
 DATA = ("index", "plan", "read", "decode", "transform", "custom", "assemble")
+
+
+@pytest.fixture
+def slowed(monkeypatch: pytest.MonkeyPatch) -> Slowed:
+    return Slowed(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def videos(clips: dict[str, Path]) -> list[str]:
-    """Videos whose indices and code are warm."""
-    found = [str(clips["h264"])] * 8
-    with VideoLoader(found, **SMALL) as loader:
-        list(loader)
-    return found
+    return [str(clips["h264"])] * 4
 
 
 @pytest.mark.parametrize("name", DATA)
-def test_a_slow_stage_is_named(name: str, videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    more = slowed(monkeypatch, name, SECONDS)
-    with VideoLoader(videos, **SMALL, **more) as loader:
-        list(loader)
-        found = loader.stats()
-    limiting = limit(found["stages"])
-    assert limiting.stages == (name,), limiting
-    assert found["limit"] == limiting.text
-    assert limiting.text.startswith(f"{name} limits: 2 threads spend ")
-    assert limiting.waiting > 0.8
+def test_a_slow_stage_is_named(name: str, slowed: Slowed, videos: list[str]) -> None:
+    slowed.slow(name)
+    limiting = slowed.limit(videos)
+    assert limiting.stages == (name,)
+    assert limiting.text.startswith(
+        f"{name} limits: 1 thread spends 100 % of its time there, the training loop waits 100 % of the time"
+    )
+    assert (limiting.waiting, limiting.room) == (1, 0)
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(DATA, 2)), ids="+".join)
-def test_two_slow_stages_are_both_named(pair: tuple[str, str], videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {key: value for name in pair for key, value in slowed(monkeypatch, name, SECONDS).items()}
-    with VideoLoader(videos, **SMALL, **more) as loader:
+def test_two_slow_stages_are_both_named(pair: tuple[str, str], slowed: Slowed, videos: list[str]) -> None:
+    for name in pair:
+        slowed.slow(name)
+    limiting = slowed.limit(videos)
+    assert limiting.stages == pair
+    assert limiting.text.startswith(f"{pair[0]} and {pair[1]} limit together: 1 thread spends 50 % and 50 % of its time there")
+
+
+@pytest.mark.parametrize("pair", [("decode", "transform"), ("transform", "decode"), ("custom", "index")], ids="+".join)
+def test_the_slower_of_two_is_named(pair: tuple[str, str], slowed: Slowed, videos: list[str]) -> None:
+    slowed.slow(pair[0], 3.0)
+    slowed.slow(pair[1], 1.0)
+    assert slowed.limit(videos).stages == pair[:1]
+
+
+def test_an_index_that_others_make_counts_for_the_index(slowed: Slowed, videos: list[str]) -> None:
+    """As where processes index ahead of NVDEC: threads wait for them, which is no work of any stage."""
+    slowed.slow("wait")
+    with slowed.loader(videos) as loader:
         list(loader)
-        limiting = limit(loader.stats()["stages"])
-    assert set(limiting.stages) == set(pair), limiting
-    assert " limit together: " in limiting.text
+        found = loader.stats()["stages"]
+    assert (found["index"]["busy_seconds"], found["index"]["input_seconds"]) == (0, len(videos))
+    assert limit(found).stages == ("index",)
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def is_at(loader: VideoLoader, *names: str) -> bool:
+    """Whether one of a loader's threads is at one of these, or has ended."""
+    return any(clock.at in names or clock.ended is not None for clock in loader._telemetry._clocks)
 
 
 @pytest.mark.parametrize(
-    ("decode", "step", "named"), [(0.0, 0.05, "consumer"), (0.03, 0.08, "consumer"), (0.12, 0.01, "decode")]
+    ("decode", "step", "named"), [(0.0, 1.0, "consumer"), (1.0, 3.0, "consumer"), (9.0, 1.0, "decode"), (1.0, 0.0, "decode")]
 )
-def test_the_loop_or_the_data(
-    decode: float, step: float, named: str, videos: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both are slow, one more so; two threads decode."""
-    slowed(monkeypatch, "decode", decode)
-    with VideoLoader(videos, **SMALL) as loader:
-        for _ in loader:
-            time.sleep(step)
+def test_a_slow_loop_and_a_slow_decode(decode: float, step: float, named: str, slowed: Slowed, videos: list[str]) -> None:
+    """The two are at work at the same time: in each of the loop's steps a clip is decoded, as far as it goes."""
+    slowed.slow("decode", decode if named == "consumer" else decode - step, beside=named == "consumer")
+    with slowed.loader(videos * 3) as loader:
+        for batch in loader:
+            if named == "consumer" and batch.index < len(loader) - 1:
+                eventually(lambda ahead=batch.index + 2: slowed.slowed == ahead and is_at(loader, "room", "idle"))
+                slowed.time.now += step - decode
+            else:
+                slowed.time.now += step
         limiting = limit(loader.stats()["stages"])
     assert limiting.stages == (named,), limiting
-    assert limiting.text.startswith("the training loop limits: it is busy" if named == "consumer" else "decode limits: ")
+    assert limiting.text.startswith("the training loop limits: it is busy 100 %" if named == "consumer" else "decode limits: ")
 
 
 def test_a_slow_video_that_holds_up_others_is_told_from_a_slow_stage(
-    videos: list[str], monkeypatch: pytest.MonkeyPatch
+    slowed: Slowed, videos: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One clip in many is slow, and the buffer is small: the other threads stand still behind it, and so does the loop."""
-    real, slow = cpu.decode, threading.Lock()
+    real, others, here = cpu.decode, {"threads": 4}, threading.Lock()
 
     def decode(*arguments: Any) -> Any:
-        if slow.acquire(blocking=False):  # the first one alone
-            time.sleep(1.0)
+        if here.acquire(blocking=False):  # the first clip of all from here on
+            assert slowed.asked.wait(60)
+            eventually(lambda: [clock.at for clock in loader._telemetry._clocks].count("room") == 3)
+            slowed.time.now += 100
         return real(*arguments)
 
-    with VideoLoader(videos * 3, **SMALL | {"decode": {"threads": 4}, "jitter": {"depth": 4}}) as loader:
+    with slowed.loader(videos * 5, decode=others, jitter={"depth": 4}) as loader:
         batches = iter(loader)
         next(batches)  # before it the loop's waits are those of the start
+        eventually(lambda: [clock.at for clock in loader._telemetry._clocks].count("room") == 4)
         monkeypatch.setattr(cpu, "decode", decode)
         before = loader.stats()["stages"]
         list(batches)

@@ -28,12 +28,12 @@ _WORTH_TELLING = 0.25
 
 _HELP = {
     "index": "`gpupipe index` makes indices ahead of training",
-    "plan": "fewer, longer videos, or a smaller sampling effort",
+    "plan": "more clip.clips_per_video: a visit is planned once for all of them",
     "read": "cache={'read_ahead': 32}, or faster storage",
     "decode": "more decode.threads or cpu_workers, a cache of clips, smaller videos or ones with more keyframes",
     "transform": "fewer or cheaper changes of the picture, a smaller size",
     "custom": "your own before= or after= transform",
-    "assemble": "larger batches made of fewer columns",
+    "assemble": "fewer columns, or no transform.mix",
     "consumer": "nothing on the data side: it has time left",
     "uneven": "a larger jitter.depth, or jitter={'in_order': False}",
 }

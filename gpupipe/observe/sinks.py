@@ -11,7 +11,7 @@ from typing import IO, Any, Protocol, cast
 
 from gpupipe.device.inventory import load
 from gpupipe.errors import ConfigError
-from gpupipe.observe.monitor import Look
+from gpupipe.observe.live import Look
 
 PathLike = str | os.PathLike[str]
 
