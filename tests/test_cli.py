@@ -197,6 +197,17 @@ def test_bench_measures_a_loaders_own_settings(run, folder: Path, tmp_path: Path
     assert "cpu_workers" in run("bench", folder, "--cpu-workers", "many").err
 
 
+def test_bench_shows_the_stages_at_work(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run("bench", folder, "--clips", "8", *SMALL, "--live", "--json")
+    assert "measuring" not in result.err, "one picture of the run at a time"
+    assert "batches" in result.err.splitlines()[-1]
+    assert "busy: " in result.err
+    report = json.loads(result.out)
+    assert "training loop" in report["measured"]["limit"]
+    shown = run("bench", folder, "--clips", "8", *SMALL)
+    assert any(row.startswith("limit ") and "training loop" in row for row in shown.out.splitlines())
+
+
 def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
     (folder / "bad.mp4").write_bytes(b"")
     result = run("bench", folder, "--clips", "8", *SMALL)

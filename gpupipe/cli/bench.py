@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +54,8 @@ class BenchConfig(StageConfig):
     """A PNG to draw the run's timeline in."""
     report: Path | None = None
     """A file for the JSON report."""
+    live: bool = False
+    """Show on stderr what each stage is doing, see :func:`gpupipe.observe.monitor`, in the place of the progress."""
 
 
 def _loader_config(config: BenchConfig) -> LoaderConfig:
@@ -93,6 +97,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         GpupipeError: when videos or device are not there, a setting is wrong, or a file cannot be written.
     """
     from gpupipe import VideoLoader
+    from gpupipe.observe import monitor
     from gpupipe.observe.measure import machine_facts, measure
 
     for option, file in (("--plot", config.plot), ("--report", config.report)):  # now, not after the measurement
@@ -111,14 +116,16 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     with VideoLoader(rows, config=settings.model_copy(update={"source": _kept(settings.source)})) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
         videos = len(set(loader.dataset.paths))
-        with Progress(f"measuring {videos} videos", config.clips) as bar:
+        with ExitStack() as shown:
+            progress: Callable[[int, float], None] | None = None
+            if config.live:
+                shown.enter_context(monitor(loader))
+            else:
+                bar = shown.enter_context(Progress(f"measuring {videos} videos", config.clips))
+                progress = lambda done, passed: bar.update(done, f"{done / max(passed, 1e-9):.1f} clips/s, {passed:.0f} s")  # noqa: E731
             result = measure(
-                loader,
-                seconds=seconds,
-                clips=config.clips,
-                warmup_batches=config.warmup_batches,
-                progress=lambda done, passed: bar.update(done, f"{done / max(passed, 1e-9):.1f} clips/s, {passed:.0f} s"),
-            )
+                loader, seconds=seconds, clips=config.clips, warmup_batches=config.warmup_batches, progress=progress
+            )  # fmt: skip
         device = str(loader.device)
     report = {
         "command": "bench",
@@ -166,6 +173,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the run's timeline in this PNG.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Show what each stage is doing, and which one limits.")] = False,
 ) -> None:
     """Measure how fast batches come out of your videos.
 
@@ -176,6 +184,7 @@ def command(
         stride=stride, transform=transform, size=size, batch=batch, device=device, decoder=decoder, threads=threads,
         cpu_workers=_number_or_name(cpu_workers),
         sampling=sampling, cache=cache, cache_gib=cache_gib, seed=seed, plot=plot, report=report,
+        live=live,
     )  # fmt: skip
     result = bench(config)
     if as_json:
@@ -217,6 +226,7 @@ def _say_report(report: dict[str, Any]) -> None:
         ("peak device memory", size_text(use["peak_device_bytes"])),
         ("  of it torch's", size_text(use["peak_torch_bytes"])),
         ("substituted", m["substituted"]),
+        ("limit", m["limit"]),
     ])  # fmt: skip
     if m["batches"] < _FEW_BATCHES:
         start = "" if m["warmup_batches"] else ", and the start, which --warmup leaves out, is among them"

@@ -38,7 +38,12 @@ class BatchIterator(Iterator[Batch]):
 
     @property
     def occupancy(self) -> int:
-        return self._pipeline.levels["occupancy"]
+        return self.levels["occupancy"]
+
+    @property
+    def queues(self) -> dict[str, int]:
+        """What waits for a stage now, as :attr:`Pipeline.queues` has it."""
+        return self._pipeline.queues
 
     @property
     def levels(self) -> dict[str, int]:
@@ -57,7 +62,7 @@ class BatchIterator(Iterator[Batch]):
                 self._pass_end()
             batch, complete = ready
             if complete is not None:
-                with stage("hand-over"):
+                with stage("hand-over"), self._job.telemetry.span("hand_over", self._pipeline.consumer.clock):
                     hand_over(batch.values(), [complete], torch.cuda.current_stream(self._job.device))
         except Closed:
             raise ClosedError(f"this iterator cannot go on: {self._ended or 'it was ended'}", fix="iterate again") from None

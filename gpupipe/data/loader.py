@@ -39,9 +39,12 @@ from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
 from gpupipe.data.shape import digest
 from gpupipe.data.source import Videos, list_videos
+from gpupipe.data.stages import stages, traffic
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
+from gpupipe.data.verdict import limit
 from gpupipe.data.views import ClipDataset, EpochSampler, LoaderView
+from gpupipe.device import nvtx
 from gpupipe.device.inventory import cpu_quota, resolve_device
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
@@ -116,9 +119,9 @@ class VideoLoader:
         makers = Makers(self.config)
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size, listing.mixture)
         grouping, shapes, bad = group(order, self.config, entries, makers.plain.dtype.itemsize, processes)
-        self._telemetry = Telemetry()
+        self._telemetry = Telemetry(nvtx.marker(self.device))
         engines, helpers = engines_of(self.config, self.device, self._telemetry)
-        files = OpenFiles(self.config.cache.open_files)
+        files = OpenFiles(self.config.cache.open_files, self._telemetry)
         for engine in [*engines, *helpers]:
             engine.files = files
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
@@ -309,11 +312,19 @@ class VideoLoader:
         ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``stalls`` and
         ``stall_seconds`` (waits for another than an epoch's first batch), and of the jitter buffer now: ``occupancy`` (batches
         ready), ``in_flight`` (these and those in preparation), ``jitter_bytes`` (theirs; at most so far ``jitter_peak_bytes``),
-        ``jitter_depth`` and its marks ``jitter_low_water`` and ``jitter_high_water``.
+        ``jitter_depth`` and its marks ``jitter_low_water`` and ``jitter_high_water``;
+        ``to_device_bytes`` and ``device_written_bytes`` (see :func:`gpupipe.data.stages.traffic`).
+
+        ``stages`` has for each stage a :class:`gpupipe.data.stages.StageFigures`; ``limit`` says in words which one limits, by
+        the rule of :mod:`gpupipe.data.verdict`.
         """
         iterator = self._iterator() if self._iterator is not None else None
         levels = iterator.levels if iterator is not None else NO_LEVELS
-        return {"stall_seconds": 0.0, **self._telemetry.snapshot(), **levels, **self._job.depth.levels}
+        queues = iterator.queues if iterator is not None else {}
+        counts = {"stall_seconds": 0.0, **self._telemetry.snapshot()}
+        found = stages(self._telemetry, counts, queues, custom=self._job.custom.is_there)
+        more = {"stages": found, "limit": limit(found).text}
+        return counts | levels | self._job.depth.levels | traffic(counts, self.device) | more
 
     def close(self) -> None:
         """Ends the iterator and the threads, and leaves the decoders to the next loader (:func:`gpupipe.free_decoders`).

@@ -56,7 +56,7 @@ def tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[int]
         while (batch := reserve(size_bytes)) is None:
             yield None
         transform = job.makers.transform(group.shape)
-        with stage("allocate"):
+        with stage("allocate"), job.telemetry.at("assemble"):
             assembly = Assembly(
                 len(group.requests) * clips,
                 transform.clip_shape,

@@ -82,6 +82,11 @@ class Custom:
     _thread: threading.local = field(default_factory=threading.local, compare=False, repr=False)
 
     @property
+    def is_there(self) -> bool:
+        """Whether there is a transform of the user's at all."""
+        return self.before is not None or self.after is not None
+
+    @property
     def calling(self) -> bool:
         """Whether the calling thread is inside of one of these."""
         return getattr(self._thread, "calling", False)
