@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from arrivals import MAKE_MS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -149,6 +150,18 @@ def test_a_heavy_tail_is_met_with_depth() -> None:
     assert ours.stall_seconds < 0.2 * shallow.stall_seconds
     assert ours.stall_seconds < deep.stall_seconds + 10
     assert sum(ours.depths) / len(ours.depths) < 0.75 * 32
+
+
+def test_a_recorded_trace_is_met_with_depth() -> None:
+    """Three times over, as epochs are."""
+    make = [MAKE_MS[k % len(MAKE_MS)] / 1000 for k in range(3 * len(MAKE_MS))]
+    seconds = {}
+    for name, bounds in {"ours": (2, 32), "shallow": (4, 4), "deep": (32, 32)}.items():
+        replay = Replay(DepthControl(*bounds), make.__getitem__, think=lambda k: 0.06).run(len(make))
+        seconds[name] = replay.stall_seconds
+        if name == "ours":
+            assert 8 < sum(replay.depths) / len(replay.depths) < 0.95 * 32
+    assert seconds["deep"] <= seconds["ours"] < 0.3 * seconds["shallow"]
 
 
 def test_a_consumer_that_takes_several_at_once_has_them_ready() -> None:
