@@ -195,6 +195,8 @@ class Entry:
     """The table and line that it comes from; empty without a table."""
     part: int = field(default=0, compare=False)
     """Which item of the list of videos it comes from, from 0."""
+    file: str = field(default="", compare=False)
+    """The file that holds its bytes, where ``path`` is only a name; else empty."""
 
     @property
     def named(self) -> str:

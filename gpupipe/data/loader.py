@@ -63,8 +63,9 @@ class VideoLoader:
 
     Args:
         videos: a file, folder, glob pattern or table (.csv, .jsonl or .parquet with a column ``path``), a mapping with ``path``
-            and further columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered)
-            travels with each batch; a column ``start_frame`` fixes where the clip of that row starts.
+            and further columns, a dataset of torch or of Hugging Face that yields such, or a list of these. A column ``label``
+            (numbers, or names of classes, which are numbered) travels with each batch; a column ``start_frame`` fixes where
+            the clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -142,6 +143,7 @@ class VideoLoader:
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
+            spill=listing.spill,
         )
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()

@@ -30,11 +30,12 @@ def left_out(entries: list[Entry], config: FilterConfig, processes: int, share: 
     rules = config.model_dump(exclude_none=True)
     if not rules:
         return {}
-    paths = list(dict.fromkeys(entry.path for entry in entries))
+    at = {entry.path: entry.file or entry.path for entry in entries}
+    paths = list(at)
     turn = len(paths) * share[0] // share[1]
     found: dict[str, tuple[str, str]] = {}
     folder = os.getcwd() if not all(map(os.path.isabs, paths)) else ""
-    files = {os.path.join(folder, path): path for path in paths[turn:] + paths[:turn]}
+    files = {os.path.join(folder, at[path]): path for path in paths[turn:] + paths[:turn]}
     outcomes = fill(list(files), processes)
     with closing(outcomes):
         for file, outcome in outcomes:
