@@ -181,7 +181,9 @@ class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
     elsewhere: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("before", "after"), "give it to VideoLoader itself: functions are no part of a configuration"),
+        **dict.fromkeys(
+            ("before", "after", "tokenize"), "give it to VideoLoader itself: functions are no part of a configuration"
+        ),
         **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
         "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
         "batch_size": "write batch=…",

@@ -16,6 +16,7 @@ from gpupipe.data.order import Order
 from gpupipe.data.prepare import Prepared
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.source.spill import Spill
+from gpupipe.data.tokens import Tokenizers
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.data.visit import Task
@@ -50,6 +51,7 @@ class Job:
     index_workers: int
     telemetry: Telemetry
     custom: Custom = NO_CUSTOM
+    tokenizers: Tokenizers | None = None
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""
     files: OpenFiles = UNKEPT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -33,7 +33,9 @@ from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
 from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
-from gpupipe.data.source import Videos, list_videos
+from gpupipe.data.source import Videos
+from gpupipe.data.source.listing import list_videos
+from gpupipe.data.tokens import Tokenizer, Tokenizers
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.device import heap
@@ -73,6 +75,9 @@ class VideoLoader:
         seed: fixes the order and every random choice.
         before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
             gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
+        tokenize: makes tensors of a column of text: a callable that takes a list of B texts and gives a mapping of tensors with
+            B rows, as Hugging Face's tokenisers do; or several of them by column, whose tensors are then named by both,
+            ``caption_input_ids``. Called before the batch is handed out, by one thread at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
             defaults have them, a model takes the whole stage's place.
@@ -98,6 +103,7 @@ class VideoLoader:
         seed: int | None = None,
         before: UserTransform | None = None,
         after: UserTransform | None = None,
+        tokenize: Tokenizer | Mapping[str, Tokenizer] | None = None,
         config: LoaderConfig | dict[str, Any] | PathLike | None = None,
         **fields: Any,
     ) -> None:
@@ -108,7 +114,8 @@ class VideoLoader:
         rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
-        listing = list_videos(videos, self.config, max(1, cpu_quota() // local_ranks(self.device)))
+        listing = list_videos(videos, self.config, self.device)
+        tokenizers = Tokenizers(tokenize, listing.kinds) if tokenize is not None else None
         entries = listing.entries
         self._classes, self._left_out = listing.classes, listing.left_out
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
@@ -134,6 +141,7 @@ class VideoLoader:
             transform=clips,
             custom=_custom(before, after, self.config.transform),
             kinds=listing.kinds,
+            tokenizers=tokenizers,
             device=self.device,
             stream=stream,
             engines=engines,

@@ -7,7 +7,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -422,8 +422,17 @@ class Pipeline:
         for clip, slot in enumerate(task.slots):
             if task.assembly.arrive(slot, arrivals[clip] if arrivals is not None else None):
                 with stage("assemble"):
-                    finished = task.assembly.finish()
+                    finished = task.assembly.finish(self._tokens if self._job.tokenizers is not None else None)
                 self._jitter.put(task.batch, finished or _Skipped())
+
+    def _tokens(self, text: Mapping[str, list[str]], taken: Iterable[str]) -> dict[str, torch.Tensor]:
+        assert self._job.tokenizers is not None
+        with self._job.telemetry.span("tokenize"):
+            return self._job.tokenizers.tokens(text, taken, self._watch, self._check_wanted)
+
+    def _check_wanted(self) -> None:
+        if self._stopping:
+            raise Stopped
 
 
 def _streams(job: Job) -> list[torch.cuda.Stream]:

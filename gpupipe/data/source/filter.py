@@ -27,9 +27,6 @@ def left_out(entries: list[Entry], config: FilterConfig, processes: int, share: 
     Raises:
         SourceError: when no video passes.
     """
-    rules = config.model_dump(exclude_none=True)
-    if not rules:
-        return {}
     at = {entry.path: entry.file or entry.path for entry in entries}
     paths = list(at)
     turn = len(paths) * share[0] // share[1]
