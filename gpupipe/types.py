@@ -295,6 +295,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         mix: how the clips were mixed, where they are.
         substituted: paths that could not be used, one for each time that another sample stood in. ``clips[k].request.attempt``
             tells which slots have stand-ins: 0 is the sample itself.
+        state: what ``state_dict()`` of the loader gives once this batch is the last one received: for trainers that ask for
+            a batch before they have used the one before it. Empty in a batch that no loader made.
     """
 
     def __init__(
@@ -307,6 +309,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         index: int = 0,
         mix: MixParams | None = None,
         substituted: tuple[str, ...] = (),
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         for name, tensor in tensors.items():
             assert not clips or tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
@@ -317,6 +320,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         self.index = index
         self.mix = mix
         self.substituted = substituted
+        self.state = dict(state or {})
 
     @property
     def paths(self) -> list[str]:
@@ -343,6 +347,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
             index=self.index,
             mix=self.mix,
             substituted=self.substituted,
+            state=self.state,
         )
 
     def __getitem__(self, key: str) -> torch.Tensor:

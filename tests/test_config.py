@@ -37,7 +37,7 @@ from gpupipe.errors import ConfigError
     [
         (ClipConfig, {"frmes": 8}, "frmes", "frames"),
         (TransformConfig, {"sze": 224}, "sze", "size"),
-        (BatchConfig, {"drop_lst": True}, "drop_lst", "drop_last"),
+        (BatchConfig, {"lst": "drop"}, "lst", "last"),
         (DecodeConfig, {"thread": 2}, "thread", "threads"),
         (JitterConfig, {"deph": 2}, "deph", "depth"),
         (SourceConfig, {"recursiv": True}, "recursiv", "recursive"),
@@ -55,7 +55,7 @@ def test_an_unknown_key_names_the_nearest_one(model: type[StageConfig], values: 
 
 
 def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="known keys: size, drop_last"):
+    with pytest.raises(ConfigError, match="known keys: size, last"):
         BatchConfig(zzzzzz=1)
 
 
@@ -134,7 +134,7 @@ configurations = st.builds(
         hflip=st.floats(0, 1),
         dtype=st.sampled_from(["uint8", "float32", "bfloat16"]),
     ),
-    batch=st.builds(BatchConfig, size=st.integers(1, 64), drop_last=st.booleans()),
+    batch=st.builds(BatchConfig, size=st.integers(1, 64), last=st.sampled_from(["drop", "partial", "fill"])),
     seed=st.integers(0, 2**40),
     columns=st.lists(st.text(max_size=8), max_size=3).map(tuple),
 )
@@ -195,11 +195,11 @@ def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
 def test_arguments_override_single_fields_of_a_configuration(tmp_path: Path) -> None:
     """What a file says of a stage stays, but for the fields that the call names."""
     file = tmp_path / "loader.yaml"
-    file.write_text("transform: {hflip: 0.0, crop: center, size: 96}\nbatch: {size: 4, drop_last: false}\nseed: 3\n")
+    file.write_text("transform: {hflip: 0.0, crop: center, size: 96}\nbatch: {size: 4, last: partial}\nseed: 3\n")
     base = LoaderConfig.parse(file)
     ours = base.override({"transform": {"size": 64}, "batch": 2, "columns": "caption"})
     assert (ours.transform.size, ours.transform.crop, ours.transform.hflip) == ((64, 64), "center", 0.0)
-    assert (ours.batch.size, ours.batch.drop_last, ours.seed, ours.columns) == (2, False, 3, ("caption",))
+    assert (ours.batch.size, ours.batch.last, ours.seed, ours.columns) == (2, "partial", 3, ("caption",))
     assert base.override({"transform": TransformConfig(size=32)}).transform == TransformConfig(size=32), "a model is whole"
     with pytest.raises(ConfigError, match="unknown key 'sise'"):
         base.override({"transform": {"sise": 1}})

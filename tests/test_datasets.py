@@ -115,7 +115,8 @@ def test_videos_in_memory_are_files_until_the_loader_is_closed(paths: list[str],
         for batch, expected in zip(loader, plain, strict=True):
             assert torch.equal(batch.video, expected.video)
             assert torch.equal(loader.replay(batch.clips[1]), batch.video[1])
-        assert loader.dataset == [f"Items[{k}]" for k in range(4)], "names that are the same in each run"
+        assert loader.dataset[2]["video"].shape == (3, 2, 16, 16)
+        assert loader.dataset.paths == [f"Items[{k}]" for k in range(4)], "names that are the same in each run"
     assert list(temporary.iterdir()) == []
 
 
@@ -207,7 +208,7 @@ def test_videos_within_the_dataset_are_written_to_files(hf: Any, paths: list[str
     held = [{"bytes": Path(path).read_bytes(), "path": Path(path).name} for path in paths[:2]]
     data = hf.Dataset.from_dict({"video": [*held, {"path": paths[2], "bytes": None}]}).cast_column("video", hf.Video())
     with VideoLoader(data, **(SMALL | {"batch": 3})) as loader, VideoLoader(paths[:3], **(SMALL | {"batch": 3})) as plain:
-        assert loader.dataset == ["dataset row 0: h264.mp4", "dataset row 1: vp9.webm", paths[2]]
+        assert loader.dataset.paths == ["dataset row 0: h264.mp4", "dataset row 1: vp9.webm", paths[2]]
         assert torch.equal(next(iter(loader)).video, next(iter(plain)).video)
 
 

@@ -75,7 +75,7 @@ def test_a_loader_tells_what_it_left_out(folder: Path, caplog: pytest.LogCapture
         caplog.at_level(logging.WARNING, "gpupipe"),
         VideoLoader(folder, **SMALL, source={"filter": {"min_frames": 20, "fps": (1, 40)}}) as loader,
     ):
-        assert [Path(path).stem for path in loader.dataset] == ["long"]
+        assert [Path(path).stem for path in loader.dataset.paths] == ["long"]
         assert len(loader) == len(list(loader)) == 1
     assert loader.left_out == {
         str(folder / "fast.mp4"): "has 60.000 frames a second, not fps=(1, 40)",
@@ -90,7 +90,7 @@ def test_a_file_that_cannot_be_indexed_is_left_to_on_bad_file(folder: Path, tmp_
     (tmp_path / "bad.mp4").write_bytes(b"no video")
     rows = [str(tmp_path / "bad.mp4"), str(tmp_path / "none.mp4"), str(folder / "long.mp4")]
     with VideoLoader(rows, **SMALL, source={"filter": {"min_frames": 20}}, on_bad_file="skip") as loader:
-        assert loader.dataset == rows
+        assert loader.dataset.paths == rows
         assert [batch.paths for batch in loader] == [[rows[2]]]
         assert set(loader.bad_files) == set(rows[:2])
 
@@ -139,7 +139,7 @@ def test_a_mixture_is_of_what_is_left(folder: Path) -> None:
     rows = [str(folder / "fast.mp4"), str(folder)]
     source = {"weights": [1, 2], "epoch_length": "all_exhausted", "filter": {"max_seconds": 1.5}}
     with VideoLoader(rows, **SMALL, source=source) as loader:
-        assert [Path(path).stem for path in loader.dataset] == ["fast", "fast", "short"]
+        assert [Path(path).stem for path in loader.dataset.paths] == ["fast", "fast", "short"]
         assert len(loader) == 3, "with the third video of the folder it would be 5"
     source["filter"] = {"fps": [1, 40]}
     with pytest.raises(ConfigError, match=r"gives 1\.0 to item 0 of videos, of which nothing is left"):

@@ -103,9 +103,10 @@ def test_without_shuffle_sources_alternate_in_their_order() -> None:
 @given(st.integers(1, 7), st.integers(0, 3))
 def test_ranks_share_the_mixture(world: int, epoch: int) -> None:
     mixture = Mixture.of([5, 30], [0.5, 0.5], 41)
-    whole = Order(35, 1, mixture=mixture).requests(epoch)
-    parts = [Order(35, 1, True, rank, world, mixture).requests(epoch) for rank in range(world)]
-    assert len(whole) == 41
+    order = Order(35, 1, mixture=mixture)
+    assert len(order) == 41
+    whole = order.requests(epoch, 0, 41)
+    parts = [Order(35, 1, True, rank, world, mixture).requests(epoch, 0, 41 // world) for rank in range(world)]
     woven = [request for turn in zip(*parts, strict=True) for request in turn]
     assert woven == whole[: 41 // world * world]
 

@@ -66,7 +66,7 @@ def _loader_config(config: BenchConfig) -> LoaderConfig:
     named = {stage: {name: value for name, value in fields.items() if value is not None} for stage, fields in given.items()}
     single = {name: value for name, value in (("device", config.device), ("seed", config.seed)) if value is not None}
     loader = LoaderConfig.parse(config.config).override({stage: fields for stage, fields in named.items() if fields} | single)
-    return loader.override({"batch": {"drop_last": False}})
+    return loader.override({"batch": {"last": "partial"}})
 
 
 def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     rows = _long_enough(config.videos, settings)
     with VideoLoader(rows, config=settings.model_copy(update={"source": _kept(settings.source)})) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
-        videos = len(set(loader.dataset))
+        videos = len(set(loader.dataset.paths))
         with Progress(f"measuring {videos} videos", config.clips) as bar:
             result = measure(
                 loader,

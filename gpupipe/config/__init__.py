@@ -98,12 +98,15 @@ class ClipConfig(StageConfig):
 class BatchConfig(StageConfig):
     """How clips are grouped."""
 
-    example: ClassVar[str] = '{"size": 8, "drop_last": False}'
+    example: ClassVar[str] = '{"size": 8, "last": "partial"}'
+    elsewhere: ClassVar[dict[str, str]] = {"drop_last": "write last='partial' for drop_last=False; 'drop' is the default"}
 
     size: Annotated[int, Field(ge=1)] = 8
     """Clips in a batch."""
-    drop_last: bool = True
-    """Leave out the last, smaller batch of an epoch."""
+    last: Literal["drop", "partial", "fill"] = "drop"
+    """What becomes of the samples at the end of an epoch that make no full batch for each rank. ``drop``: they are left out.
+    ``partial``: a smaller batch, as large for one rank as for the other; what cannot be divided among the ranks is left out.
+    ``fill``: the epoch's first samples come again, as other clips, so that no video is left out and all batches are full."""
 
 
 class DecodeConfig(StageConfig):
@@ -209,6 +212,8 @@ class LoaderConfig(StageConfig):
     """With the epoch and a sample's number it fixes the order and every random choice."""
     shuffle: bool = True
     """A new order each epoch; False: that of the list."""
+    repeat: bool = False
+    """One iterator goes through epoch after epoch, for trainers that count steps: the loader has no ``len()``."""
     columns: tuple[str, ...] = ()
     """Columns of the source carried to the batch besides ``label``: numbers and arrays of numbers as tensors, text in
     ``batch.text``."""
@@ -220,8 +225,8 @@ class LoaderConfig(StageConfig):
     """Data-parallel rank of this loader; None: torch.distributed's where it is set up, else the environment's ``RANK``, else 0.
     Ranks that share a model (tensor or context parallel) must get the same samples: give both numbers there."""
     world_size: Annotated[int, Field(ge=1)] | None = None
-    """Number of data-parallel ranks; None: found like ``rank``, from ``WORLD_SIZE``. All ranks get equally many samples: the
-    last few of an epoch are left out."""
+    """Number of data-parallel ranks; None: found like ``rank``, from ``WORLD_SIZE``. All ranks get equally many batches:
+    ``batch.last`` says how."""
 
     @field_validator("batch", mode="before")
     @classmethod

@@ -12,8 +12,7 @@ import torch
 
 from gpupipe.config import MixConfig
 from gpupipe.data.order import MIX, clip_generator
-from gpupipe.data.source.arrays import Arrays
-from gpupipe.data.source.columns import Kind
+from gpupipe.data.source.columns import Kind, dtype_of
 from gpupipe.data.transform import mix as mixing
 from gpupipe.device.stream import hand_over
 from gpupipe.types import Batch, ClipRecord
@@ -59,7 +58,8 @@ class Assembly:
         self._device = device
         self._stream = stream
         self._epoch = epoch
-        self._index = index
+        self.index = index
+        """Position of the batch in its epoch."""
         self._lock = threading.Lock()
         self._arrivals: list[Arrival | None] = [None] * size
         self._left = size
@@ -123,7 +123,7 @@ class Assembly:
             tuple(arrival.record for arrival in arrivals),
             text=text,
             epoch=self._epoch,
-            index=self._index,
+            index=self.index,
             mix=mixed,
             substituted=tuple(path for _, path in sorted(self._unusable, key=lambda note: note[0])),
         )
@@ -136,6 +136,5 @@ class Assembly:
         }
         for name, kind in self._kinds.items():
             if kind != "text":
-                dtype = kind.dtype if isinstance(kind, Arrays) else "int64" if kind == "int" else "float64"
-                columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype)
+                columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype_of(kind))
         return {name: torch.from_numpy(values).to(self._device) for name, values in columns.items()}

@@ -60,6 +60,8 @@ class Job:
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck, or visits took too long: not tried again."""
+    digest: str = ""
+    """What tells this list of videos from another."""
     folder: str = field(default_factory=_working_folder)
     """Where relative paths start, whatever the working directory becomes."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -16,34 +16,35 @@ from gpupipe.config import (
     BatchConfig,
     CacheConfig,
     ClipConfig,
-    DecodeConfig,
     LoaderConfig,
     PathLike,
     TransformConfig,
 )
 from gpupipe.config.stage import whole_number
+from gpupipe.data import state as states
 from gpupipe.data.cache import ClipCache
-from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
+from gpupipe.data.decode import Helping
+from gpupipe.data.decode.fleet import engines_of, index_workers
 from gpupipe.data.files import OpenFiles
-from gpupipe.data.group import batch_count, group
+from gpupipe.data.group import Group, batch_count, group
+from gpupipe.data.iterator import BatchIterator, forked, refuse_inside
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
-from gpupipe.data.ranks import local_ranks, place
+from gpupipe.data.ranks import place
 from gpupipe.data.replay import replay
 from gpupipe.data.source import Videos
 from gpupipe.data.source.listing import list_videos
 from gpupipe.data.tokens import Tokenizer, Tokenizers
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
-from gpupipe.device import heap
-from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
-from gpupipe.device.stream import hand_over, stage
-from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
+from gpupipe.data.views import ClipDataset, EpochSampler, LoaderView
+from gpupipe.device.inventory import resolve_device
+from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, ClipRecord
+from gpupipe.types import ClipRecord
 
 _COUNTS = (
     "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
@@ -51,9 +52,6 @@ _COUNTS = (
 )  # fmt: skip
 _CACHE_COUNTS = ("cache_hits", "cache_misses")
 """Counts that :meth:`VideoLoader.stats` has from the start, the latter with a clip cache."""
-
-_NICE = 10
-"""How much lower the priority of processes that decode beside NVDEC is: its threads and the user's loop win the cores."""
 
 
 class VideoLoader:
@@ -120,16 +118,16 @@ class VideoLoader:
         self._classes, self._left_out = listing.classes, listing.left_out
         clips = ClipTransform(self.config.transform, self.config.clip.frames)
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size, listing.mixture)
-        self._batches = batch_count(len(order), self.config)
+        self._batches = batch_count(order, self.config)
         if self._batches == 0:
             raise ConfigError(
                 f"{len(entries)} videos over {world_size} rank(s) make no full batch of {self.config.batch.size}",
-                fix="use a smaller batch, more videos, or batch={'size': …, 'drop_last': False}"
-                if len(order)
+                fix="use a smaller batch, more videos, or batch={'size': …, 'last': 'partial'}"
+                if len(entries) >= world_size
                 else "give at least one video for each rank",
             )
         self._telemetry = Telemetry()
-        engines, helpers = _engines(self.config, self.device, self._telemetry)
+        engines, helpers = engines_of(self.config, self.device, self._telemetry)
         files = OpenFiles(self.config.cache.open_files)
         for engine in [*engines, *helpers]:
             engine.files = files
@@ -147,17 +145,20 @@ class VideoLoader:
             engines=engines,
             helpers=helpers,
             helping=Helping(len(helpers)) if helpers and self.config.decode.cpu_workers else None,
-            index_workers=_index_workers(self.device),
+            index_workers=index_workers(self.device),
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
             spill=listing.spill,
+            digest=states.digest([entry.path for entry in entries], listing.mixture),
         )
+        self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after)
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
         for name in _COUNTS + (_CACHE_COUNTS if self._job.clips is not None else ()):
             self._telemetry.count(name, 0)
-        self._epoch = 0
+        self._next = self._position = states.Position()
+        """Where the next ``iter()`` begins, and what the trainer has received."""
         self._iterator: weakref.ref[BatchIterator] | None = None
         self._pipeline: Pipeline | None = None
         self._owner = os.getpid()
@@ -166,13 +167,35 @@ class VideoLoader:
         weakref.finalize(self, self._job.kill).atexit = False
 
     @property
-    def dataset(self) -> list[str]:
-        """The paths of all videos, in source order."""
-        return [entry.path for entry in self._job.entries]
+    def dataset(self) -> ClipDataset:
+        """The videos as a map-style dataset: ``dataset.paths`` names them, ``dataset[k]`` makes one clip."""
+        return self._dataset
+
+    @property
+    def sampler(self) -> EpochSampler:
+        """Which videos come in this rank's next epoch; with ``set_epoch``."""
+        return EpochSampler(self)
 
     @property
     def batch_size(self) -> int:
         return self.config.batch.size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.config.batch.last == "drop"
+
+    # As torch's DataLoader has them, for code that asks: threads of this process make batches that are ready on the device.
+    batch_sampler = collate_fn = generator = None
+    num_workers = 0
+    pin_memory = False
+
+    def as_dataloader(self) -> LoaderView:
+        """This loader as a ``torch.utils.data.DataLoader`` of the same batches, for tools that insist on one."""
+        return LoaderView(self)
+
+    def upcoming(self) -> list[int]:
+        """The videos of this rank's next ``iter()`` in the order in which they come, as positions in ``dataset.paths``."""
+        return [request.entry for one in self._groups(self._next) for request in one.requests]
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -196,27 +219,81 @@ class VideoLoader:
             raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0")
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
-        self._epoch = number
+        if number != self._next.epoch:  # else it may be taken up within
+            self._next = states.Position(number)
+        self._position = self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands: what the trainer has received so far, however many batches are under way; see
+        :meth:`load_state_dict`.
+
+        At any time, also amid an epoch; nothing is consumed. Plain data that JSON can write. Every rank may save its own, but
+        one serves all ranks, under another number of them too; only where batches come as they are completed
+        (``jitter.in_order`` off) each rank needs its own. ``batch.state`` has it for each batch.
+        """
+        return states.to_dict(self._job, self._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next ``iter()`` go on behind what had been received when ``state`` was saved; an empty one does nothing.
+
+        The batches are those that the uninterrupted run would have had, bit for bit, where the configuration is the same. Under
+        another number of ranks or another batch size the samples come in the same global sequence, each with the same pixels.
+        ``set_epoch`` with the state's own epoch changes nothing; with another one that epoch begins at its start.
+
+        Raises:
+            ConfigError: for a state of another version, list of videos, seed or order, or what is no state.
+        """
+        if isinstance(state, Mapping) and not state:
+            return
+        self._next = self._position = states.from_dict(self._job, state)
 
     def __len__(self) -> int:
-        """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``."""
+        """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``. An epoch that is taken up within
+        has those that are left of them.
+
+        Raises:
+            TypeError: with ``repeat``, where there is no end.
+        """
+        if self.config.repeat:
+            raise TypeError("this VideoLoader has no length: repeat=True makes its iterator go on for ever")
         return self._batches
 
     @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
-            raise _forked()
-        _refuse_inside(self._job, "iter() of a VideoLoader")
+            raise forked()
+        refuse_inside(self._job, "iter() of a VideoLoader")
         with self._iterating:
             if self._closed:
                 raise ClosedError("this VideoLoader is closed", fix="make a new one")
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
-            epoch, self._epoch = self._epoch, self._epoch + 1
-            groups = group(self._job.order.requests(epoch), self.config)
-            self._pipeline = Pipeline(self._job, groups, epoch)
-            iterator = BatchIterator(self._pipeline, self._job, self)
+            iterator = BatchIterator(*self._begin(), self._job, self)
             self._iterator = weakref.ref(iterator)
         return iterator
+
+    def _begin(self) -> tuple[Pipeline, states.Position]:
+        """Starts the next epoch, or what is left of it; and where that begins."""
+        start = self._next
+        self._pipeline = Pipeline(self._job, self._groups(start), start.epoch, resumed=start != states.Position(start.epoch))
+        self._next, self._position = states.Position(start.epoch + 1), start
+        return self._pipeline, start
+
+    def _groups(self, start: states.Position) -> list[Group]:
+        """This rank's batches of an epoch, from a position on."""
+        groups = group(self._job.order, self.config, start.epoch, start.samples)
+        return [one for one in groups if one.index not in start.ahead]
+
+    def _go_on(self) -> tuple[Pipeline, states.Position]:
+        """The same behind an epoch that has ended, for the iterator that had it."""
+        with self._iterating:
+            if self._closed:
+                raise Closed
+            return self._begin()
+
+    def _receive(self, position: states.Position | None) -> dict[str, Any]:
+        """Notes what the trainer has received, None: all of its epoch; the state after that."""
+        self._position = position or self._next
+        return self.state_dict()
 
     def replay(self, record: ClipRecord) -> torch.Tensor:
         """One clip made again, from its record in :attr:`Batch.clips <gpupipe.Batch>` alone; also amid an epoch.
@@ -255,7 +332,7 @@ class VideoLoader:
         """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
-        _refuse_inside(self._job, "close() of a VideoLoader")
+        refuse_inside(self._job, "close() of a VideoLoader")
         with self._iterating:
             self._end_iterator("its VideoLoader was closed")
             if not self._closed:
@@ -286,90 +363,6 @@ class VideoLoader:
         return f"VideoLoader({len(self._job.entries)} videos, {len(self)} batches of {self.batch_size}, on {self.device})"
 
 
-class BatchIterator(Iterator[Batch]):
-    """One epoch's iterator. Its end, by exhaustion, ``break``, an error or garbage collection, ends the pipeline's threads."""
-
-    def __init__(self, pipeline: Pipeline, job: Job, loader: VideoLoader) -> None:
-        self._pipeline = pipeline
-        self._job = job
-        self._loader: VideoLoader | None = loader  # which may have no other name: ``for batch in VideoLoader(…)``
-        self._ended: str | None = None
-        self._finished = False
-        self._owner = os.getpid()
-        weakref.finalize(self, pipeline.abandon)
-
-    @property
-    def occupancy(self) -> int:
-        return self._pipeline.occupancy
-
-    def __next__(self) -> Batch:
-        if os.getpid() != self._owner:
-            raise _forked()
-        _refuse_inside(self._job, "next() of a VideoLoader's iterator")
-        if self._finished:
-            raise StopIteration
-        if self._ended is not None:
-            raise ClosedError(f"this iterator cannot go on: {self._ended}", fix="use the newer iterator, or iterate again")
-        try:
-            ready = self._pipeline.take()
-            if ready is None:
-                self._finish()
-                raise StopIteration
-            batch, complete = ready
-            if complete is not None:
-                with stage("hand-over"):
-                    hand_over(batch.values(), [complete], torch.cuda.current_stream(self._job.device))
-        except Closed:
-            raise ClosedError(f"this iterator cannot go on: {self._ended or 'it was ended'}", fix="iterate again") from None
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.end(f"it failed with {type(error).__name__}: {error}")
-            raise
-        self._job.telemetry.count("batches")
-        if self._job.device.type == "cpu":
-            heap.tidy()
-        return batch
-
-    def _finish(self) -> None:
-        self._finished = True
-        self._pipeline.stop()
-        self._loader = None
-        if self._job.bad_files:
-            count = len(self._job.bad_files)
-            names = ", ".join(sorted(self._job.bad_files)[:10])
-            message = f"{count} files could not be used so far: {names} (see VideoLoader.bad_files)"
-            self._job.telemetry.warn_once(f"{count} bad files", message)
-
-    def close(self) -> None:
-        """Ends this epoch and its threads; may be called again."""
-        _refuse_inside(self._job, "close() of a VideoLoader's iterator")
-        self.end("it was closed")
-
-    def end(self, why: str) -> None:
-        """Ends the pipeline; a later ``next()`` says why."""
-        if not self._finished and self._ended is None:
-            self._ended = why
-        self._pipeline.stop()
-        self._loader = None
-
-
-def _forked() -> ClosedError:
-    return ClosedError(
-        "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
-        fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
-    )
-
-
-def _refuse_inside(job: Job, call: str) -> None:
-    """Raises GraphError in a transform of this loader's user, whose own thread the call would wait for."""
-    if job.custom.calling:
-        raise GraphError(
-            f"{call} was called while it makes a clip, in its own before= or after= transform",
-            fix="iterate it from outside; a transform that needs other clips takes a VideoLoader or VideoReader of its own",
-        )
-
-
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
     for name, function in (("before", before), ("after", after)):
         if function is not None and not callable(function):
@@ -393,71 +386,3 @@ def _clip_cache(config: CacheConfig, device: torch.device, telemetry: Telemetry)
     if config.clips == "off":
         return None
     return ClipCache(device, config.clips, int(config.clips_gib * 2**30), telemetry)
-
-
-def _index_workers(device: torch.device) -> int:
-    """Processes that index ahead: half the cores beside NVDEC; none on the CPU, where decoding has use for every core."""
-    return 0 if device.type == "cpu" else max(1, min(8, cpu_quota() // 2))
-
-
-def _hardware_threads(decode: DecodeConfig, device: torch.device, telemetry: Telemetry) -> int:
-    """Threads that keep this device's NVDEC engines busy, through PyNvVideoCodec or DALI; 0 where software decodes.
-
-    Raises:
-        DeviceError: when ``decode.decoder`` cannot be had here.
-    """
-    if device.type != "cuda":
-        if decode.decoder in ("nvdec", "dali"):
-            message = f"decoder={decode.decoder!r} needs a CUDA device, this loader is on the CPU"
-            raise DeviceError(message, fix="use device='cuda'")
-        return 0
-    load("cupy")
-    caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
-    if decode.decoder == "dali":
-        load("nvidia.dali")
-    elif not caps.supported:
-        if decode.decoder == "nvdec":
-            raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
-        telemetry.warn_once("no nvdec", f"videos are decoded on the CPU: {caps.reason}")
-        return 0
-    return 0 if decode.decoder == "cpu" else caps.engines + max(1, caps.engines // 2)
-
-
-def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> tuple[list[DecodeEngine], list[DecodeEngine]]:
-    """The engines, one a thread, and those that decode in software beside NVDEC.
-
-    On the CPU one for each core. On CUDA half again as many as NVDEC has, so that while one thread waits for its last frames,
-    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` goes by this rank's share of the cores. Beside
-    NVDEC it leaves half a core to each of these threads, and a quarter of all to the user: where a cgroup bounds the cores, one
-    process too many holds up all threads.
-    """
-    decode = config.decode
-    hardware = _hardware_threads(decode, device, telemetry)
-    fallbacks = Fallbacks()
-
-    def engines(count: int, *, processes: bool = False, nice: int = 0) -> list[DecodeEngine]:
-        return [
-            DecodeEngine(
-                device,
-                mode=decode.decoder,
-                keep=decode.decoders_per_thread,
-                fallbacks=fallbacks,
-                telemetry=telemetry,
-                process=DecodeProcess(nice) if processes else None,
-                damaged=decode.damaged,
-            )
-            for _ in range(count)
-        ]
-
-    cores = cpu_quota()
-    if decode.cpu_workers == "auto":
-        workers = max(1, cores * 3 // (4 * local_ranks(device)))
-    else:
-        workers = decode.cpu_workers
-    if not hardware:
-        return engines(workers or decode.threads or cores, processes=workers > 0), []
-    threads = decode.threads or hardware
-    if decode.cpu_workers == "auto":
-        workers = max(1, workers - (threads + 1) // 2)
-    beside = 0 if decode.decoder in ("nvdec", "dali") else workers or max(1, min(4, cores // 4))
-    return engines(threads), engines(beside, processes=True, nice=_NICE)

@@ -33,8 +33,8 @@ def clip_generator(request: ClipRequest, purpose: int, clip: int = 0) -> np.rand
 class Order:
     """The sequence of requests that one rank makes in an epoch.
 
-    Samples are numbered 0 … n - 1 over all ranks; rank r takes r, r + world_size, … so that the global sequence is the same
-    for any number of ranks. The last n % world_size samples are left out, so that all ranks have equally many.
+    Samples are numbered over all ranks; rank r takes r, r + world_size, … so that the global sequence is the same for any
+    number of ranks, and a run that goes on under another number of them still has each sample once.
     """
 
     entries: int
@@ -46,18 +46,26 @@ class Order:
     """Which entries an epoch visits; None: each once."""
 
     def __len__(self) -> int:
-        return (self.entries if self.mixture is None else len(self.mixture)) // self.world_size
+        """Samples of an epoch, over all ranks."""
+        return self.entries if self.mixture is None else len(self.mixture)
 
-    def requests(self, epoch: int) -> list[ClipRequest]:
-        """This rank's requests of ``epoch``, in the order in which they are delivered."""
+    def sequence(self, epoch: int) -> np.ndarray:
+        """(n,) int64: the entry of each sample of ``epoch``, over all ranks."""
         if self.mixture is not None:
-            order = self.mixture.entries(self.seed, epoch, self.shuffle)
-        elif self.shuffle:
-            order = generator(self.seed, _ORDER, epoch).permutation(self.entries)
-        else:
-            order = np.arange(self.entries)
-        samples = range(self.rank, len(self) * self.world_size, self.world_size)
-        return [ClipRequest(self.seed, epoch, sample, int(order[sample])) for sample in samples]
+            return self.mixture.entries(self.seed, epoch, self.shuffle)
+        if self.shuffle:
+            return generator(self.seed, _ORDER, epoch).permutation(self.entries)
+        return np.arange(self.entries)
+
+    def requests(self, epoch: int, start: int, count: int) -> list[ClipRequest]:
+        """``count`` requests of this rank, in the order in which they are delivered, behind the first ``start`` of all ranks.
+
+        Past the last sample the sequence begins again. Numbers go on, so that a video's second clip is not the first one again.
+        """
+        order = self.sequence(epoch)
+        first = start + self.rank
+        samples = range(first, first + count * self.world_size, self.world_size)
+        return [ClipRequest(self.seed, epoch, sample, int(order[sample % len(order)])) for sample in samples]
 
     def substitute(self, request: ClipRequest) -> ClipRequest:
         """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt).

@@ -7,9 +7,9 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from gpupipe.data import index as indices
 from gpupipe.data.assembly import Arrival, Assembly
 from gpupipe.data.crew import Crew, TakenAway, Worker
 from gpupipe.data.decode import DecodeEngine, Decoder, Schedule, Unsupported
+from gpupipe.data.group import Group
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.jitter import Closed, JitterBuffer
 from gpupipe.data.job import Job
@@ -32,7 +33,7 @@ from gpupipe.data.transform.custom import Call, CallFailed
 from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
-from gpupipe.types import Batch, ClipRecord, ClipRequest, Planes
+from gpupipe.types import Batch, ClipRecord, Planes
 
 _BAD = (OpenError, DecodeError, SampleError)
 """Errors that are a sample's own."""
@@ -50,8 +51,11 @@ Work = Task | Visit | Call
 """What a thread may get stuck in."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Skipped:
     """Stands for a batch of which every clip was skipped."""
+
+    index: int
 
 
 _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
@@ -67,7 +71,7 @@ def _stop_all() -> None:
 class Pipeline:
     """Makes the batches of one epoch, with one thread for each of the job's engines."""
 
-    def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
+    def __init__(self, job: Job, groups: Sequence[Group], epoch: int, *, resumed: bool = False) -> None:
         self._job = job
         self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
             job.config.jitter.depth,
@@ -76,17 +80,19 @@ class Pipeline:
             in_order=job.config.jitter.in_order,
         )
         self._stopping = False
-        self._delivered = first_batch > 0  # an epoch that goes on has delivered before
+        self._delivered = resumed  # an epoch that goes on has delivered before
+        self.skipped: list[int] = []
+        """Positions of the batches that :meth:`take` has passed over, since every clip was skipped."""
         self._skipped: list[Skipped] = []
         self._owner = os.getpid()
         self._streams = _streams(job)
-        requests = [request for requests in groups[first_batch:] for request in requests]
+        requests = [request for group in groups for request in group.requests]
         paths = [job.file_of(job.entries[request.entry]) for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
         depth, visits = job.config.jitter.depth, visits_per_batch(job.config)
         further = further_batches(job.config, job.transform) if job.helping is not None else 0
         self._schedule: Schedule[Task, Visit] = Schedule(
-            _tasks(job, groups, epoch, first_batch, lambda: self._jitter.reserve(further if self._schedule.far else 0)),
+            _tasks(job, groups, epoch, lambda: self._jitter.reserve(further if self._schedule.far else 0)),
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
             helping=job.helping,
@@ -95,7 +101,7 @@ class Pipeline:
             reach=lambda: (self._jitter.taken + depth) * visits,
             behind=lambda: self._jitter.behind,
         )
-        self._jitter.finish(len(groups) - first_batch)
+        self._jitter.finish(len(groups))
         self._crew: Crew[DecodeEngine, Work] = Crew(
             [*job.engines, *job.helpers],
             self._work,
@@ -139,6 +145,7 @@ class Pipeline:
         """
         ready = self._jitter.take()
         while isinstance(ready, _Skipped):
+            self.skipped.append(ready.index)
             ready = self._jitter.take()
         if ready is None and not self._delivered and self._skipped:
             raise all_skipped(self._skipped, self._job.bad_files)
@@ -423,7 +430,7 @@ class Pipeline:
             if task.assembly.arrive(slot, arrivals[clip] if arrivals is not None else None):
                 with stage("assemble"):
                     finished = task.assembly.finish(self._tokens if self._job.tokenizers is not None else None)
-                self._jitter.put(task.batch, finished or _Skipped())
+                self._jitter.put(task.batch, finished or _Skipped(task.assembly.index))
 
     def _tokens(self, text: Mapping[str, list[str]], taken: Iterable[str]) -> dict[str, torch.Tensor]:
         assert self._job.tokenizers is not None
@@ -439,17 +446,15 @@ def _streams(job: Job) -> list[torch.cuda.Stream]:
     return [engine.stream for engine in [*job.engines, *job.helpers] if engine.stream is not None]
 
 
-def _tasks(
-    job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, reserve: Callable[[], int | None]
-) -> Generator[Task | None]:
+def _tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[], int | None]) -> Generator[Task | None]:
     """All visits of the epoch in order; None while ``reserve`` has no number, since there is no room for another batch."""
     clips, number = job.config.clip.clips_per_video, 0
-    for position, requests in enumerate(groups[first_batch:], first_batch):
+    for group in groups:
         while (batch := reserve()) is None:
             yield None
         with stage("allocate"):
             assembly = Assembly(
-                len(requests) * clips,
+                len(group.requests) * clips,
                 job.transform.clip_shape,
                 job.transform.dtype,
                 job.device,
@@ -458,13 +463,13 @@ def _tasks(
                 memory_format=job.transform.memory_format,
                 mix=job.config.transform.mix,
                 epoch=epoch,
-                index=position,
+                index=group.index,
             )
         visits = deque(
             Task(number + place, batch, assembly, range(place * clips, (place + 1) * clips), request)
-            for place, request in enumerate(requests)
+            for place, request in enumerate(group.requests)
         )
-        number += len(requests)
+        number += len(group.requests)
         del assembly  # it may be long until the next one is asked for, and the batch dropped meanwhile
         while visits:
             yield visits.popleft()

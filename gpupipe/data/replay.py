@@ -7,15 +7,11 @@ from typing import cast
 import torch
 
 from gpupipe.data import index as indices
-from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
+from gpupipe.data.decode import Mode
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
-from gpupipe.data.plan import make_plan
-from gpupipe.data.transform import ClipInput
-from gpupipe.data.transform.custom import CallFailed
-from gpupipe.device.stream import hand_over, stage
+from gpupipe.data.single import Which, make_clip
 from gpupipe.errors import ConfigError, SampleError
-from gpupipe.telemetry import Telemetry
 from gpupipe.types import ClipRecord, Entry
 
 
@@ -50,26 +46,7 @@ def replay(job: Job, record: ClipRecord) -> torch.Tensor:
             fix="was the file replaced? Give the one that the record was made from",
             path=record.path,
         )
-    plan = make_plan(index, pick.decoded)
+    which = Which(record.request, record.clip, pick)
     # Engines of the job belong to the threads of the epoch that may be under way.
     mode = cast(Mode, record.decoder)
-    engine = DecodeEngine(job.device, mode=mode, keep=1, fallbacks=Fallbacks(), telemetry=Telemetry())
-    try:
-        with torch.cuda.stream(engine.stream):
-            planes, _ = engine.decode(index, plan)
-            with stage("transform", record.path):
-                source = job.custom.prepare(planes, index.info, plan.frame_map, pick, record.request, record.clip)
-                shape = (1, *transform.clip_shape)
-                out = torch.empty(shape, dtype=transform.dtype, device=job.device, memory_format=transform.memory_format)[0]
-                transform.apply_batch(
-                    [ClipInput(source.planes, source.info, record.params, source.frame_map, out, source.blend)]
-                )
-                job.custom.finish(out, index.info, record, transform)
-            done = engine.stream.record_event() if engine.stream is not None else None
-        if done is not None:
-            hand_over([out], [done], torch.cuda.current_stream(job.device))
-        return out
-    except CallFailed as failed:
-        raise failed.error from failed.error.__cause__
-    finally:
-        engine.close()
+    return make_clip(index, which, transform, job.custom, lambda _: record.params, job.device, mode)[0]

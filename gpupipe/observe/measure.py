@@ -132,7 +132,7 @@ def measure(
             run.end = time.perf_counter()
         after = loader.stats()
     if not run.ends:
-        raise SourceError("the loader gave no batch", fix="use a smaller batch, or drop_last=False, or more videos")
+        raise SourceError("the loader gave no batch", fix="use a smaller batch, or last='partial', or more videos")
     return run.result(first, before, after, loader, warmup_batches, epochs.begun, sampler.result())
 
 

@@ -58,6 +58,11 @@ def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str
     return kinds
 
 
+def dtype_of(kind: Kind) -> np.dtype[Any]:
+    """The type of a column's numbers in a batch."""
+    return np.dtype(kind.dtype if isinstance(kind, Arrays) else np.int64 if kind == "int" else np.float64)
+
+
 def reads_as_number(value: Any) -> bool:
     """Whether a value is a number of at most 64 bits, or text that can be read as one."""
     try:
