@@ -34,7 +34,7 @@ def parquet_rows(path: str, needed: Sequence[str], further: Sequence[str]) -> It
             rows = _ROWS_OF_BYTES if _may_be_bytes(file.schema_arrow.field(names[0]).type) else _ROWS
             for batch in file.iter_batches(rows, columns=names):
                 yield from batch_rows(batch, names)
-    except (OSError, arrow.lib.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, arrow.lib.ArrowException) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a Parquet file, written to its end") from error
 
 

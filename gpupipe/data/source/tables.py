@@ -91,12 +91,10 @@ def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, wh
     """
     path_column = config.path_column
     path = row.get(path_column)
-    data, name = (path, "") if isinstance(path, bytes) else (None, "")
-    if isinstance(path, Mapping):
-        data, name = path.get("bytes"), str(path.get("path") or "")
-        path = name
+    data, name = (None, "") if isinstance(path, str) else _held(path)
+    path = name or path
     file = ""
-    if isinstance(data, bytes) and data:
+    if data:
         if spill is None:
             raise SourceError(f"{where} holds its video's bytes, not its path", fix="write them to a file and name that")
         file = spill.keep(data, name, where)
@@ -113,6 +111,14 @@ def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, wh
             columns[column] = os.path.join(base, columns[column])
     path = os.fspath(path) if file else os.path.join(base or "", os.fspath(path))
     return Entry(path, columns, where if base is not None and not file else "", file=file)
+
+
+def _held(value: Any) -> tuple[bytes | None, str]:
+    """(a video's bytes, its path or name) in the place of a path."""
+    if isinstance(value, Mapping):
+        data, name = value.get("bytes"), value.get("path")
+        return (data if isinstance(data, bytes) else None), (name if isinstance(name, str) else "")
+    return (value if isinstance(value, bytes) else None), ""
 
 
 def _parse(line: str, path: str, number: int) -> dict[str, Any]:
