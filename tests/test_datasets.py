@@ -104,6 +104,17 @@ def test_an_item_that_cannot_be_had_is_named() -> None:
         collect(Short("a.mp4"), CONFIG)
 
 
+def test_a_data_frame_gives_its_rows(paths: list[str]) -> None:
+    """Its iterator gives the names of its columns, which would be taken for paths."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"path": paths[:2], "label": [4, 5], "score": [0.5, 1.0]}, index=[7, 3])
+    with VideoLoader(frame, **SMALL, columns="score") as loader:
+        (batch,) = loader
+    assert (batch.paths, batch["label"].tolist(), batch["score"].tolist()) == (paths[:2], [4, 5], [0.5, 1.0])
+    with pytest.raises(SourceError, match=r"DataFrame row 0 has no 'path'.*; its columns are file"):
+        collect(pandas.DataFrame({"file": ["a.mp4"]}), CONFIG)
+
+
 # bytes
 
 

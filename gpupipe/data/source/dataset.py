@@ -1,10 +1,11 @@
-"""Datasets of other libraries as rows: torch's map-style ones, and tables of Hugging Face. No video is decoded."""
+"""Datasets of other libraries as rows: torch's map-style ones, Hugging Face's, data frames. No video is decoded."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from gpupipe.config import SourceConfig
@@ -20,10 +21,10 @@ _ROWS, _ROWS_OF_BYTES = 4096, 8
 
 
 def is_dataset(value: Any) -> bool:
-    """Whether a value is a dataset that is asked for its items by number, or one of Hugging Face's."""
+    """Whether a value is a dataset that is asked for its items by number, one of Hugging Face's, or a data frame."""
     if isinstance(value, str | bytes | os.PathLike | list | tuple):
         return False
-    if _hugging_face(value):
+    if _hugging_face(value) or _frame_rows(value) is not None:
         return True
     if isinstance(value, Mapping | Sequence):
         return False
@@ -44,7 +45,20 @@ def dataset_entries(dataset: Any, config: SourceConfig, columns: Sequence[str], 
     if _hugging_face(dataset):
         return list(_hugging_face_entries(dataset, config, columns, spill))
     name = type(dataset).__name__
+    rows = _frame_rows(dataset)
+    if rows is not None:
+        return [row_entry(row, config, "", f"{name} row {number}", spill) for number, row in enumerate(rows())]
     return [_entry(_item(dataset, number, name), config, f"{name}[{number}]", spill) for number in range(len(dataset))]
+
+
+def _frame_rows(value: Any) -> Callable[[], list[dict[str, Any]]] | None:
+    """What gives the rows of a data frame of pandas or polars, whose iterators give the names of columns."""
+    if type(value).__name__ != "DataFrame":
+        return None
+    if hasattr(value, "to_dicts"):  # polars
+        rows: Callable[[], list[dict[str, Any]]] = value.to_dicts
+        return rows
+    return partial(value.to_dict, "records") if hasattr(value, "to_dict") else None
 
 
 def _item(dataset: Any, number: int, name: str) -> Any:

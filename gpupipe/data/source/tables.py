@@ -103,7 +103,9 @@ def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, wh
         held = "" if row.get(path_column) in (None, "") else f", but a {type(path).__name__} in its place"
         raise SourceError(
             f"{where} has no {path_column!r}{held}; its columns are {', '.join(map(str, row)) or 'none'}",
-            fix="name the column of paths with SourceConfig.path_column",
+            fix="name the column of paths with SourceConfig.path_column"
+            if base is not None or not all(isinstance(value, int | float) for value in row.values())
+            else "for a mixture give a list of its sources, and source={'weights': [0.7, 0.3]}",
         )
     columns = {k: v for k, v in row.items() if k != path_column}
     for column in config.npy_columns:
