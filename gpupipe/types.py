@@ -216,6 +216,8 @@ class ClipRequest:
     """Position of the video in the source."""
     attempt: int = 0
     """0 for the sample itself, n for its n-th substitute."""
+    shape: tuple[int, int, int] | None = None
+    """(frames, height, width) of its clips, where a loader's clips have several shapes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from gpupipe import VideoLoader
 from gpupipe.config import FilterConfig
 from gpupipe.data import index as indices
 from gpupipe.data.index import fill
-from gpupipe.data.source import filter as filter_room
 from gpupipe.data.source.filter import left_out
 from gpupipe.errors import ConfigError, SourceError
 from gpupipe.types import Entry
@@ -120,9 +119,10 @@ def test_ranks_begin_at_different_videos(folder: Path, monkeypatch: pytest.Monke
     def watched(paths: list[str], processes: int) -> Any:
         begun.append(Path(paths[0]).stem)
         assert len(paths) == 3
-        return fill.fill(paths, processes)
+        return original(paths, processes)
 
-    monkeypatch.setattr(filter_room, "fill", watched)
+    original = fill.fill
+    monkeypatch.setattr(fill, "fill", watched)
     results = [left_out(entries, FilterConfig(min_frames=20), 1, (rank, 3)) for rank in range(3)]
     assert begun == ["fast", "long", "short"]
     assert results[0] == results[1] == results[2]

@@ -28,9 +28,9 @@ from clips import spoilt
 from gpupipe import Batch, TransformParams, VideoLoader, VideoReader
 from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.data import index as indices
-from gpupipe.data import loader as loader_room
 from gpupipe.data import pipeline, prepare
 from gpupipe.data.decode import cpu, fleet
+from gpupipe.data.group import Fixed
 from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipTransform, affine
 from gpupipe.device.inventory import DecoderCaps
@@ -495,14 +495,14 @@ def test_without_order_a_slow_video_holds_up_no_other_batch(folder: Path, monkey
 
 def test_closing_amid_iter_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever comes first: no epoch goes on after close()."""
-    entered, original = threading.Event(), loader_room.group
+    entered, original = threading.Event(), Fixed.groups
 
     def slow(*arguments: Any) -> Any:
         entered.set()
         time.sleep(0.2)
         return original(*arguments)
 
-    monkeypatch.setattr(loader_room, "group", slow)
+    monkeypatch.setattr(Fixed, "groups", slow)
     loader = VideoLoader(folder, **SMALL)
     closer = threading.Thread(target=lambda: entered.wait(5) and loader.close())
     closer.start()

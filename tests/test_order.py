@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpupipe.config import LoaderConfig
-from gpupipe.data.group import batch_count, group
+from gpupipe.data.group import Fixed, Position
 from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator, generator
 from gpupipe.errors import ConfigError
 from gpupipe.types import ClipRequest
@@ -45,8 +45,8 @@ def test_ranks_share_what_is_left_of_the_global_sequence(
     whole = Order(count, 1, shuffle).requests(2, 0, 2 * count + world * size)
     config = LoaderConfig(batch={"size": size, "last": last})
     ranks = [Order(count, 1, shuffle, rank, world) for rank in range(world)]
-    parts = [group(order, config, 2, start) for order in ranks]
-    assert {len(part) for part in parts} == {batch_count(ranks[0], config, start)}, (
+    parts = [Fixed(order, config).groups(Position(2, start)) for order in ranks]
+    assert {len(part) for part in parts} == {len(Fixed(ranks[0], config).groups(Position(0, start)))}, (
         "ranks that differ would wait for each other"
     )
     woven = [
@@ -64,6 +64,7 @@ def test_ranks_share_what_is_left_of_the_global_sequence(
     else:
         assert 0 <= len(woven) - left < world * size
     sizes = [len(one.requests) for one in parts[0]]
+    assert start or len(sizes) == Fixed(ranks[-1], config).count(2)
     assert all(held == size for held in sizes[: None if last != "partial" else -1])
     assert [one.index for one in parts[0]] == list(range(start // (world * size), start // (world * size) + len(sizes)))
 
@@ -102,6 +103,6 @@ def test_a_clip_has_separate_generators_for_frames_and_augmentation() -> None:
 
 def test_several_clips_a_visit_take_as_many_places_of_a_batch() -> None:
     config = LoaderConfig(batch={"size": 6, "last": "partial"}, clip={"clips_per_video": 3})
-    assert [len(part.requests) for part in group(Order(5, 0), config, 0)] == [2, 2, 1]
+    assert [len(part.requests) for part in Fixed(Order(5, 0), config).groups(Position())] == [2, 2, 1]
     with pytest.raises(ConfigError, match="no multiple of clips_per_video=4"):
         LoaderConfig(batch=6, clip={"clips_per_video": 4})

@@ -15,7 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpupipe import Batch, VideoLoader
-from gpupipe.data.state import Position, digest
+from gpupipe.config import LoaderConfig
+from gpupipe.data.group import Fixed, Position
+from gpupipe.data.order import Order
+from gpupipe.data.state import digest
 from gpupipe.errors import ConfigError
 from gpupipe.types import ClipRequest
 
@@ -205,9 +208,9 @@ def test_batches_received_out_of_order_are_not_received_again(videos: list[str],
 
 @given(st.integers(1, 6), st.integers(0, 20), st.permutations(range(8)))
 def test_a_position_counts_whatever_the_order(step: int, start: int, order: list[int]) -> None:
-    position = Position(3, start)
+    fixed, position = Fixed(Order(100, 0), LoaderConfig(batch=step)), Position(3, start)
     for number, batch in enumerate(order):
-        position = position.after(start // step + batch, step)
+        position = fixed.after(position, start // step + batch)
         held = {k for k in range(8) if k in order[: number + 1]}
         prefix = next((k for k in range(8) if k not in held), 8)
         assert position.samples == start + prefix * step

@@ -16,6 +16,7 @@ from gpupipe.config.augment import (
     ErasingConfig,
     MixConfig,
 )
+from gpupipe.config.batch import BatchConfig, BucketsConfig
 from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
 from gpupipe.config.source import FilterConfig, SourceConfig
@@ -31,6 +32,7 @@ __all__ = [
     "AutoAugmentConfig",
     "BatchConfig",
     "BlurConfig",
+    "BucketsConfig",
     "CacheConfig",
     "ClipConfig",
     "ColorJitterConfig",
@@ -93,20 +95,6 @@ class ClipConfig(StageConfig):
                 fix="leave it out, or use sampling='random'",
             )
         return self
-
-
-class BatchConfig(StageConfig):
-    """How clips are grouped."""
-
-    example: ClassVar[str] = '{"size": 8, "last": "partial"}'
-    elsewhere: ClassVar[dict[str, str]] = {"drop_last": "write last='partial' for drop_last=False; 'drop' is the default"}
-
-    size: Annotated[int, Field(ge=1)] = 8
-    """Clips in a batch."""
-    last: Literal["drop", "partial", "fill"] = "drop"
-    """What becomes of the samples at the end of an epoch that make no full batch for each rank. ``drop``: they are left out.
-    ``partial``: a smaller batch, as large for one rank as for the other; what cannot be divided among the ranks is left out.
-    ``fill``: the epoch's first samples come again, as other clips, so that no video is left out and all batches are full."""
 
 
 class DecodeConfig(StageConfig):

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpupipe.data.group import samples_a_step
+from gpupipe.data.group import Position
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
 from gpupipe.data.pipeline import Pipeline
-from gpupipe.data.state import Position
 from gpupipe.device import heap
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, GraphError
@@ -30,7 +29,6 @@ class BatchIterator(Iterator[Batch]):
         self._pipeline = pipeline
         self._position = position
         """What the trainer has received."""
-        self._step = samples_a_step(job.order, job.config)
         self._job = job
         self._loader: VideoLoader | None = loader  # which may have no other name: ``for batch in VideoLoader(…)``
         self._ended: str | None = None
@@ -68,7 +66,7 @@ class BatchIterator(Iterator[Batch]):
         if self._job.device.type == "cpu":
             heap.tidy()
         for index in (*self._pipeline.skipped, batch.index):
-            self._position = self._position.after(index, self._step)
+            self._position = self._job.grouping.after(self._position, index)
         self._pipeline.skipped.clear()
         if self._loader is not None:
             batch.state = self._loader._receive(self._position)

@@ -12,12 +12,13 @@ from gpupipe.config import LoaderConfig
 from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.decode import DecodeEngine, Helping
 from gpupipe.data.files import UNKEPT, OpenFiles
+from gpupipe.data.group import Grouping
+from gpupipe.data.makers import Makers
 from gpupipe.data.order import Order
 from gpupipe.data.prepare import Prepared
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.source.spill import Spill
 from gpupipe.data.tokens import Tokenizers
-from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.data.visit import Task
 from gpupipe.telemetry import Telemetry
@@ -37,8 +38,9 @@ class Job:
 
     entries: Sequence[Entry]
     order: Order
+    grouping: Grouping
     config: LoaderConfig
-    transform: ClipTransform
+    makers: Makers
     kinds: Mapping[str, Kind]
     device: torch.device
     stream: torch.cuda.Stream | None
@@ -60,6 +62,8 @@ class Job:
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck, or visits took too long: not tried again."""
+    shapes: str = ""
+    """What tells the shapes of the videos' clips, where batches are planned from these; else empty."""
     digest: str = ""
     """What tells this list of videos from another."""
     folder: str = field(default_factory=_working_folder)

@@ -16,6 +16,7 @@ from gpupipe.config import (
     BatchConfig,
     CacheConfig,
     ClipConfig,
+    FilterConfig,
     LoaderConfig,
     PathLike,
     TransformConfig,
@@ -26,22 +27,24 @@ from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import Helping
 from gpupipe.data.decode.fleet import engines_of, index_workers
 from gpupipe.data.files import OpenFiles
-from gpupipe.data.group import Group, batch_count, group
+from gpupipe.data.group import Position, group
 from gpupipe.data.iterator import BatchIterator, forked, refuse_inside
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
+from gpupipe.data.makers import Makers
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
-from gpupipe.data.ranks import place
+from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
+from gpupipe.data.shape import digest
 from gpupipe.data.source import Videos
 from gpupipe.data.source.listing import list_videos
 from gpupipe.data.tokens import Tokenizer, Tokenizers
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.data.views import ClipDataset, EpochSampler, LoaderView
-from gpupipe.device.inventory import resolve_device
+from gpupipe.device.inventory import cpu_quota, resolve_device
 from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import ClipRecord
@@ -112,20 +115,15 @@ class VideoLoader:
         rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
-        listing = list_videos(videos, self.config, self.device)
+        looks = self.config.batch.buckets is not None or self.config.source.filter != FilterConfig()
+        processes = max(1, cpu_quota() // local_ranks(self.device)) if looks else 1
+        listing = list_videos(videos, self.config, processes)
         tokenizers = Tokenizers(tokenize, listing.kinds) if tokenize is not None else None
         entries = listing.entries
         self._classes, self._left_out = listing.classes, listing.left_out
-        clips = ClipTransform(self.config.transform, self.config.clip.frames)
+        makers = Makers(self.config)
         order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size, listing.mixture)
-        self._batches = batch_count(order, self.config)
-        if self._batches == 0:
-            raise ConfigError(
-                f"{len(entries)} videos over {world_size} rank(s) make no full batch of {self.config.batch.size}",
-                fix="use a smaller batch, more videos, or batch={'size': …, 'last': 'partial'}"
-                if len(entries) >= world_size
-                else "give at least one video for each rank",
-            )
+        grouping, shapes, bad = group(order, self.config, entries, makers.plain.dtype.itemsize, processes)
         self._telemetry = Telemetry()
         engines, helpers = engines_of(self.config, self.device, self._telemetry)
         files = OpenFiles(self.config.cache.open_files)
@@ -135,8 +133,11 @@ class VideoLoader:
         self._job = Job(
             entries=entries,
             order=order,
+            grouping=grouping,
+            shapes=digest(shapes) if shapes is not None else "",
+            bad_files=bad,
             config=self.config,
-            transform=clips,
+            makers=makers,
             custom=_custom(before, after, self.config.transform),
             kinds=listing.kinds,
             tokenizers=tokenizers,
@@ -152,12 +153,12 @@ class VideoLoader:
             spill=listing.spill,
             digest=states.digest([entry.path for entry in entries], listing.mixture),
         )
-        self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after)
+        self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after, shapes)
         if stream is not None:
-            threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
+            threading.Thread(target=_compile, args=(makers.plain, self.device), name="gpupipe-compile").start()
         for name in _COUNTS + (_CACHE_COUNTS if self._job.clips is not None else ()):
             self._telemetry.count(name, 0)
-        self._next = self._position = states.Position()
+        self._next = self._position = Position()
         """Where the next ``iter()`` begins, and what the trainer has received."""
         self._iterator: weakref.ref[BatchIterator] | None = None
         self._pipeline: Pipeline | None = None
@@ -177,8 +178,9 @@ class VideoLoader:
         return EpochSampler(self)
 
     @property
-    def batch_size(self) -> int:
-        return self.config.batch.size
+    def batch_size(self) -> int | None:
+        """Clips in a batch; None where batches are planned from shapes or budgets, and differ."""
+        return None if self.config.batch.planned else self.config.batch.size
 
     @property
     def drop_last(self) -> bool:
@@ -195,7 +197,7 @@ class VideoLoader:
 
     def upcoming(self) -> list[int]:
         """The videos of this rank's next ``iter()`` in the order in which they come, as positions in ``dataset.paths``."""
-        return [request.entry for one in self._groups(self._next) for request in one.requests]
+        return [request.entry for one in self._job.grouping.groups(self._next) for request in one.requests]
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -220,7 +222,7 @@ class VideoLoader:
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
         if number != self._next.epoch:  # else it may be taken up within
-            self._next = states.Position(number)
+            self._next = Position(number)
         self._position = self._next
 
     def state_dict(self) -> dict[str, Any]:
@@ -248,15 +250,15 @@ class VideoLoader:
         self._next = self._position = states.from_dict(self._job, state)
 
     def __len__(self) -> int:
-        """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``. An epoch that is taken up within
-        has those that are left of them.
+        """Batches in the next epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``. Epochs differ only where
+        batches are planned from shapes (``batch.buckets``). An epoch that is taken up within has those that are left of them.
 
         Raises:
             TypeError: with ``repeat``, where there is no end.
         """
         if self.config.repeat:
             raise TypeError("this VideoLoader has no length: repeat=True makes its iterator go on for ever")
-        return self._batches
+        return self._job.grouping.count(self._next.epoch)
 
     @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:
@@ -271,26 +273,21 @@ class VideoLoader:
             self._iterator = weakref.ref(iterator)
         return iterator
 
-    def _begin(self) -> tuple[Pipeline, states.Position]:
+    def _begin(self) -> tuple[Pipeline, Position]:
         """Starts the next epoch, or what is left of it; and where that begins."""
         start = self._next
-        self._pipeline = Pipeline(self._job, self._groups(start), start.epoch, resumed=start != states.Position(start.epoch))
-        self._next, self._position = states.Position(start.epoch + 1), start
+        self._pipeline = Pipeline(self._job, self._job.grouping.groups(start), start.epoch, resumed=start.within)
+        self._next, self._position = Position(start.epoch + 1), start
         return self._pipeline, start
 
-    def _groups(self, start: states.Position) -> list[Group]:
-        """This rank's batches of an epoch, from a position on."""
-        groups = group(self._job.order, self.config, start.epoch, start.samples)
-        return [one for one in groups if one.index not in start.ahead]
-
-    def _go_on(self) -> tuple[Pipeline, states.Position]:
+    def _go_on(self) -> tuple[Pipeline, Position]:
         """The same behind an epoch that has ended, for the iterator that had it."""
         with self._iterating:
             if self._closed:
                 raise Closed
             return self._begin()
 
-    def _receive(self, position: states.Position | None) -> dict[str, Any]:
+    def _receive(self, position: Position | None) -> dict[str, Any]:
         """Notes what the trainer has received, None: all of its epoch; the state after that."""
         self._position = position or self._next
         return self.state_dict()
@@ -360,7 +357,9 @@ class VideoLoader:
         )
 
     def __repr__(self) -> str:
-        return f"VideoLoader({len(self._job.entries)} videos, {len(self)} batches of {self.batch_size}, on {self.device})"
+        batches = "no end of" if self.config.repeat else str(len(self))
+        size = f" of {self.batch_size}" if self.batch_size is not None else ""
+        return f"VideoLoader({len(self._job.entries)} videos, {batches} batches{size}, on {self.device})"
 
 
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:

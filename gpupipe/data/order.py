@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -66,12 +66,19 @@ class Order:
         samples = range(first, first + count * self.world_size, self.world_size)
         return [ClipRequest(self.seed, epoch, sample, int(order[sample % len(order)])) for sample in samples]
 
-    def substitute(self, request: ClipRequest) -> ClipRequest:
+    def substitute(self, request: ClipRequest, among: np.ndarray | None = None) -> ClipRequest:
         """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt).
 
         In a mixture it is one of the same source, so that the shares stay as they are.
+
+        Args:
+            among: ascending entries of which it is one; None: of all.
         """
         attempt = request.attempt + 1
-        peers = (0, self.entries) if self.mixture is None else self.mixture.peers(request.entry)
-        draw = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt).integers(*peers)
-        return ClipRequest(request.seed, request.epoch, request.sample, int(draw), attempt)
+        first, behind = (0, self.entries) if self.mixture is None else self.mixture.peers(request.entry)
+        draws = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt)
+        if among is None:
+            entry = int(draws.integers(first, behind))
+        else:
+            entry = int(draws.choice(among[np.searchsorted(among, first) : np.searchsorted(among, behind)]))
+        return replace(request, entry=entry, attempt=attempt)

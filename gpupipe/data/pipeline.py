@@ -90,7 +90,7 @@ class Pipeline:
         paths = [job.file_of(job.entries[request.entry]) for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
         depth, visits = job.config.jitter.depth, visits_per_batch(job.config)
-        further = further_batches(job.config, job.transform) if job.helping is not None else 0
+        further = further_batches(job.config, job.makers.plain) if job.helping is not None else 0
         self._schedule: Schedule[Task, Visit] = Schedule(
             _tasks(job, groups, epoch, lambda: self._jitter.reserve(further if self._schedule.far else 0)),
             self._prepare,
@@ -114,7 +114,7 @@ class Pipeline:
         )
         self._read_ahead = ReadAhead(
             requests,
-            job.config.clip,
+            lambda request: job.makers.clip(request.shape),
             lambda request: job.entries[request.entry],
             job.file_of,
             job.files,
@@ -339,7 +339,7 @@ class Pipeline:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
                 if ahead is None or ahead.index is not index:  # or: the file has changed since
-                    ahead = prepare(job.config.clip, request, entry, index, job.config.transform.crops)
+                    ahead = prepare(job.makers.clip(request.shape), request, entry, index, job.config.transform.crops)
                 kept = job.clips.find(index, ahead.plan, choice.decoder) if job.clips is not None else None
                 entry = filled(entry, job.kinds, job.folder)
                 me.claim()
@@ -369,7 +369,7 @@ class Pipeline:
                 path=entry.path,
             ) from error
         job.telemetry.count("substituted")
-        return replace(task, request=job.order.substitute(task.request))
+        return replace(task, request=job.grouping.substitute(task.request))
 
     def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, *, whole: bool = False) -> Planes:
         if visit.kept is not None:
@@ -399,6 +399,7 @@ class Pipeline:
 
     def _make(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, planes: Planes) -> list[Arrival]:
         job, info, task = self._job, visit.index.info, visit.task
+        transform = job.makers.transform(task.request.shape)
         maker = visit.kept.decoder if visit.kept is not None else decoder
         records, clips = [], []
         first = 0
@@ -407,15 +408,15 @@ class Pipeline:
                 frames = visit.plan.frame_map[first : first + len(pick.decoded)]
                 first += len(pick.decoded)
                 source = job.custom.prepare(planes, info, frames, pick, task.request, clip, self._watch)
-                params = job.transform.draw(
+                params = transform.draw(
                     source.info, clip_generator(task.request, AUGMENT, clip), clip, displayed=info.display_size
                 )
                 out = task.assembly.slot(slot, engine.stream)
                 records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
                 clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
-            job.transform.apply_batch(clips, self._give_up)
+            transform.apply_batch(clips, self._give_up)
             for each, record in zip(clips, records, strict=True):
-                job.custom.finish(each.out, info, record, job.transform, self._watch)
+                job.custom.finish(each.out, info, record, transform, self._watch)
             done = engine.stream.record_event() if engine.stream is not None else None
         arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
         job.telemetry.count("clips", len(arrivals))
@@ -452,15 +453,16 @@ def _tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[], 
     for group in groups:
         while (batch := reserve()) is None:
             yield None
+        transform = job.makers.transform(group.shape)
         with stage("allocate"):
             assembly = Assembly(
                 len(group.requests) * clips,
-                job.transform.clip_shape,
-                job.transform.dtype,
+                transform.clip_shape,
+                transform.dtype,
                 job.device,
                 job.stream,
                 job.kinds,
-                memory_format=job.transform.memory_format,
+                memory_format=transform.memory_format,
                 mix=job.config.transform.mix,
                 epoch=epoch,
                 index=group.index,

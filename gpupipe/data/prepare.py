@@ -57,6 +57,7 @@ class ReadAhead:
 
     Args:
         requests: the visits of an epoch in order.
+        clip_of: how a request's clips take frames.
         entry_of: the video of a request.
         file_of: the path by which it is opened.
         wanted: whether the bytes of a prepared visit will be read.
@@ -67,7 +68,7 @@ class ReadAhead:
     def __init__(
         self,
         requests: Sequence[ClipRequest],
-        clip: ClipConfig,
+        clip_of: Callable[[ClipRequest], ClipConfig],
         entry_of: Callable[[ClipRequest], Entry],
         file_of: Callable[[Entry], str],
         files: OpenFiles,
@@ -76,7 +77,7 @@ class ReadAhead:
         crops: int = 1,
     ) -> None:
         self._requests = requests
-        self._clip = clip
+        self._clip_of = clip_of
         self._entry_of = entry_of
         self._file_of = file_of
         self._files = files
@@ -152,7 +153,7 @@ class ReadAhead:
     def _prepare(self, request: ClipRequest) -> Prepared | None:
         entry = self._entry_of(request)
         index = indices.at_hand(self._file_of(entry))
-        return prepare(self._clip, request, entry, index, self._crops) if index is not None else None
+        return prepare(self._clip_of(request), request, entry, index, self._crops) if index is not None else None
 
     def _leave(self, request: ClipRequest, prepared: Prepared) -> None:
         with self._changed:

@@ -31,7 +31,7 @@ def replay(job: Job, record: ClipRecord) -> torch.Tensor:
         raise ConfigError(
             f"a clip is made again from its record, not from a {type(record).__name__}", fix="give batch.clips[k]"
         )
-    pick, transform = record.pick, job.transform
+    pick, transform = record.pick, job.makers.transform(record.request.shape)
     if len(pick.indices) != transform.frames:
         raise ConfigError(
             f"the record is of a clip of {len(pick.indices)} frames, this loader's have {transform.frames}",

@@ -5,13 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from gpupipe.config.stage import StageConfig
-from gpupipe.data.group import samples_a_step
+from gpupipe.data.group import Cut, Planned, Position
 from gpupipe.data.job import Job
 from gpupipe.data.mixture import Mixture
 from gpupipe.errors import ConfigError
@@ -36,27 +35,12 @@ class State(StageConfig):
     step: Annotated[int, Field(ge=1)]
     """Samples of one batch of each rank, together."""
     ahead: tuple[_Count, ...]
+    cuts: tuple[Cut, ...] = ()
+    """How planned batches were cut so far."""
+    shapes: str = ""
+    """What tells the shapes of the videos' clips, where batches are planned."""
     bad_files: dict[str, str]
     stuck: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """A place in the run, between two batches."""
-
-    epoch: int = 0
-    samples: int = 0
-    """Samples of the epoch that all ranks together have received, from the first on."""
-    ahead: frozenset[int] = frozenset()
-    """Positions of batches beyond these that this rank has received too, where batches come as they are completed."""
-
-    def after(self, index: int, step: int) -> Position:
-        """The position once the batch at ``index`` is received too; ``step``: samples of one batch of each rank, together."""
-        samples, ahead = self.samples, {*self.ahead, index}
-        while samples // step in ahead:
-            ahead.remove(samples // step)
-            samples += step
-        return Position(self.epoch, samples, frozenset(ahead))
 
 
 def digest(paths: Sequence[str], mixture: Mixture | None = None) -> str:
@@ -77,8 +61,10 @@ def to_dict(job: Job, position: Position) -> dict[str, Any]:
         "digest": job.digest,
         "epoch": position.epoch,
         "samples": position.samples,
-        "step": samples_a_step(job.order, job.config),
+        "step": job.grouping.step,
         "ahead": sorted(position.ahead),
+        "cuts": [cut.model_dump() for cut in position.cuts],
+        "shapes": job.shapes,
         "bad_files": dict(job.bad_files),
         "stuck": sorted(job.stuck_in),
     }
@@ -105,11 +91,23 @@ def from_dict(job: Job, values: Mapping[str, Any]) -> Position:
                 f"this state is of a run with {theirs.format(values[name])}, this loader has {theirs.format(ours[name])}",
                 fix="make the loader as it was made there, or begin the epoch anew with set_epoch()",
             )
-    if state.ahead and state.step != ours["step"]:
+    position = Position(state.epoch, state.samples, frozenset(state.ahead), state.cuts)
+    if bool(state.shapes) != bool(job.shapes) and position.within:
         raise ConfigError(
-            f"this state has batches received out of order, {state.step} samples a step; this loader has {ours['step']}",
+            "this state is amid an epoch whose batches were" + (" planned from shapes" if state.shapes else " all of one size"),
+            fix="keep batch.buckets, layout and budgets as they were there, or begin the epoch anew with set_epoch()",
+        )
+    if state.shapes != job.shapes and position.within:
+        raise ConfigError(
+            "this state is of a run in which clips had other shapes",
+            fix="keep batch.buckets, clip and transform.size as they were there, or begin the epoch anew with set_epoch()",
+        )
+    fits = job.grouping.fits(position) if isinstance(job.grouping, Planned) else state.step == job.grouping.step
+    if state.ahead and not fits:
+        raise ConfigError(
+            f"this state has batches received out of order, {state.step} samples a step; this loader has {job.grouping.step}",
             fix="go on with the same number of ranks and batch size, or keep jitter.in_order",
         )
     job.bad_files.update(state.bad_files)
     job.stuck_in.update(state.stuck)
-    return Position(state.epoch, state.samples, frozenset(state.ahead))
+    return position if position.within else Position(state.epoch)

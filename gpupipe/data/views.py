@@ -14,11 +14,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from gpupipe.config import LoaderConfig
 from gpupipe.config.stage import whole_number
 from gpupipe.data import index as indices
+from gpupipe.data.makers import Makers
 from gpupipe.data.prepare import prepare
+from gpupipe.data.shape import Shape
 from gpupipe.data.single import Which, drawn, make_clip
 from gpupipe.data.source.arrays import filled
 from gpupipe.data.source.columns import Kind, dtype_of
-from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.errors import ClosedError, SampleError
 from gpupipe.types import Batch, ClipRequest, Entry
@@ -64,6 +65,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
         folder: str,
         before: UserTransform | None = None,
         after: UserTransform | None = None,
+        shapes: Sequence[Shape | None] | None = None,
     ) -> None:
         self._entries = entries
         self._config = config
@@ -71,6 +73,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
         self._kinds = dict(kinds)
         self._folder = folder
         self._before, self._after = before, after
+        self._shapes = shapes
         self._epoch = 0
 
     @property
@@ -108,12 +111,14 @@ class ClipDataset(Dataset[dict[str, Any]]):
         position %= len(self)
         video, clip = divmod(position, self._config.clip.clips_per_video)
         entry = filled(self._entries[video], self._kinds, self._folder)
-        request = ClipRequest(self._config.seed, self._epoch, video, video)
+        shape = self._shapes[video] if self._shapes is not None else None
+        request = ClipRequest(self._config.seed, self._epoch, video, video, shape=shape)
         index = indices.load(os.path.join(self._folder, entry.file or entry.path))
-        pick = prepare(self._config.clip, request, entry, index, self._config.transform.crops).picks[clip]
-        which, draw = Which(request, clip, pick), drawn(self._transform, Which(request, clip, pick), index)
+        pick = prepare(self._makers.clip(shape), request, entry, index, self._config.transform.crops).picks[clip]
+        which, transform = Which(request, clip, pick), self._makers.transform(shape)
+        draw = drawn(transform, which, index)
         decoder = self._config.decode.decoder
-        pixels, _, _ = make_clip(index, which, self._transform, self._custom, draw, self._device, decoder)
+        pixels, _, _ = make_clip(index, which, transform, self._custom, draw, self._device, decoder)
         item: dict[str, Any] = {
             "video": pixels,
             "pts_seconds": torch.tensor(index.seconds_shown(pick), dtype=torch.float64, device=self._device),
@@ -127,8 +132,8 @@ class ClipDataset(Dataset[dict[str, Any]]):
         return item
 
     @cached_property
-    def _transform(self) -> ClipTransform:
-        return ClipTransform(self._config.transform, self._config.clip.frames)
+    def _makers(self) -> Makers:
+        return Makers(self._config)
 
     @cached_property
     def _custom(self) -> Custom:
@@ -137,7 +142,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what each process makes for itself."""
-        return {name: value for name, value in self.__dict__.items() if name not in ("_transform", "_custom")}
+        return {name: value for name, value in self.__dict__.items() if name not in ("_makers", "_custom")}
 
 
 class BatchStream(IterableDataset[Batch]):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 
 from gpupipe.config import FilterConfig
-from gpupipe.data.index.fill import fill
+from gpupipe.data.index.fill import survey
 from gpupipe.errors import GpupipeError, SourceError
 from gpupipe.telemetry import log
 from gpupipe.types import Entry, VideoInfo
@@ -21,24 +20,21 @@ def left_out(entries: list[Entry], config: FilterConfig, processes: int, share: 
 
     Args:
         processes: how many make indices side by side.
-        share: (rank, ranks) of those that do this at the same time: each begins at another video, so that of indices that
-            are missing each finds most made by others.
+        share: (rank, ranks) of those that do this at the same time.
 
     Raises:
         SourceError: when no video passes.
     """
-    at = {entry.path: entry.file or entry.path for entry in entries}
-    paths = list(at)
-    turn = len(paths) * share[0] // share[1]
+    rules = config.model_dump(exclude_none=True)
+    if not rules:
+        return {}
+    paths = list(dict.fromkeys(entry.path for entry in entries))
     found: dict[str, tuple[str, str]] = {}
-    folder = os.getcwd() if not all(map(os.path.isabs, paths)) else ""
-    files = {os.path.join(folder, at[path]): path for path in paths[turn:] + paths[:turn]}
-    outcomes = fill(list(files), processes)
-    with closing(outcomes):
-        for file, outcome in outcomes:
+    with closing(survey(entries, processes, share)) as outcomes:
+        for path, outcome in outcomes:
             fault = None if isinstance(outcome, GpupipeError) else next(_faults(outcome.info, config), None)
             if fault is not None:
-                found[files[file]] = fault
+                found[path] = fault
     reasons = {path: found[path][1] for path in paths if path in found}
     if len(reasons) == len(paths):
         path, why = next(iter(reasons.items()))

@@ -6,17 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from gpupipe.config import FilterConfig, LoaderConfig, MixConfig, SourceConfig
+from gpupipe.config import LoaderConfig, MixConfig, SourceConfig
 from gpupipe.data.mixture import Mixture
-from gpupipe.data.ranks import local_ranks
 from gpupipe.data.source.arrays import with_arrays
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
 from gpupipe.data.source.columns import Kind, column_kinds, start_frame
 from gpupipe.data.source.filter import left_out
 from gpupipe.data.source.spill import Spill
-from gpupipe.device.inventory import cpu_quota
 from gpupipe.errors import ConfigError
 from gpupipe.types import Entry
 
@@ -42,11 +38,11 @@ class Listing:
     spill: Spill
 
 
-def list_videos(videos: Videos, config: LoaderConfig, device: torch.device) -> Listing:
+def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Listing:
     """Lists the videos and checks their rows, so that a bad one is told of now, not when its turn comes.
 
     Args:
-        device: the loader's; ranks that share the machine share its cores for the indices that ``source.filter`` asks for.
+        processes: how many make the indices that ``source.filter`` asks for.
 
     Raises:
         SourceError: when the videos cannot be found or listed, a column is missing or cannot travel, or no video passes
@@ -72,10 +68,7 @@ def list_videos(videos: Videos, config: LoaderConfig, device: torch.device) -> L
             f"source.weights has {len(source.weights)} numbers, videos has {items} items",
             fix="give a list of videos, and a weight for each of its items, in its order",
         )
-    out: dict[str, str] = {}
-    if source.filter != FilterConfig():
-        processes = max(1, cpu_quota() // local_ranks(device))
-        out = left_out(entries, source.filter, processes, (config.rank or 0, config.world_size or 1))
+    out = left_out(entries, source.filter, processes, (config.rank or 0, config.world_size or 1))
     entries = with_arrays([entry for entry in entries if entry.path not in out] if out else entries, kinds)
     return Listing(entries, classes, kinds, _mixture(entries, source), out, spill)
 
