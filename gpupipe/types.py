@@ -195,6 +195,8 @@ class Entry:
     """The table and line that it comes from; empty without a table."""
     part: int = field(default=0, compare=False)
     """Which item of the list of videos it comes from, from 0."""
+    file: str = field(default="", compare=False)
+    """The file that holds its bytes, where ``path`` is only a name; else empty."""
 
     @property
     def named(self) -> str:
@@ -284,7 +286,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
     ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one, or (B, classes) float32 where
     ``mix`` is asked for; further columns of numbers as asked for, (B,) int64 or float64, and of arrays, (B, …) int64, float32
-    or float64.
+    or float64; and what ``tokenize`` makes of text.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpupipe import VideoLoader
 from gpupipe.data.mixture import Mixture
 from gpupipe.data.order import Order
-from gpupipe.errors import ConfigError
+from gpupipe.errors import ConfigError, SourceError
 from gpupipe.types import ClipRequest
 
 SMALL: dict[str, Any] = {"clip": {"frames": 2}, "transform": {"size": 16}, "batch": 1, "device": "cpu"}
@@ -136,6 +136,11 @@ def test_weights_that_do_not_fit_are_told(
     with pytest.raises(ConfigError) as caught:
         VideoLoader(videos, **SMALL, source=source)
     assert says in str(caught.value)
+
+
+def test_weights_in_the_place_of_rows_are_shown_the_way() -> None:
+    with pytest.raises(SourceError, match=r"no 'path'; its columns are a\.csv, b\n.*for a mixture give a list"):
+        VideoLoader({"a.csv": 0.7, "b": 0.3}, **SMALL)
 
 
 @pytest.fixture

@@ -191,7 +191,9 @@ class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
     elsewhere: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("before", "after"), "give it to VideoLoader itself: functions are no part of a configuration"),
+        **dict.fromkeys(
+            ("before", "after", "tokenize"), "give it to VideoLoader itself: functions are no part of a configuration"
+        ),
         **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
         "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
         "batch_size": "write batch=…",
@@ -216,8 +218,10 @@ class LoaderConfig(StageConfig):
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
     """With the epoch and a sample's number it fixes the order and every random choice."""
-    shuffle: bool = True
-    """A new order each epoch; False: that of the list."""
+    shuffle: bool | Annotated[int, Field(ge=2)] = True
+    """A new order each epoch; False: that of the list. A number is a window, for sets whose neighbours in the list lie together
+    on a slow disk: runs of so many neighbours come in random order, one after the other, each shuffled; where the runs are cut
+    is drawn anew each epoch."""
     repeat: bool = False
     """One iterator goes through epoch after epoch, for trainers that count steps: the loader has no ``len()``."""
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None

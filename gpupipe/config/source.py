@@ -74,6 +74,9 @@ class SourceConfig(StageConfig):
     the column's name, all of one shape. They are read with the clip, never unpickled; one that cannot be used makes its row a
     bad file."""
 
+    spill_gib: Annotated[float, Field(ge=0, le=65536)] = 1.0
+    """Bound in GiB on videos that a dataset or a Parquet table holds as bytes: they are written to a temporary folder
+    (``TMPDIR`` says where) when the loader is made, and removed by ``close()``."""
     filter: FilterConfig = FilterConfig()
     """Which videos are taken, by length, size and rate; all unless asked for. Indices that are missing are made when the loader
     is, which reads each file's packets once; ``gpupipe index`` makes them ahead."""

@@ -18,6 +18,8 @@ from gpupipe.data.makers import Makers
 from gpupipe.data.order import Order
 from gpupipe.data.prepare import Prepared
 from gpupipe.data.source.columns import Kind
+from gpupipe.data.source.spill import Spill
+from gpupipe.data.tokens import Tokenizers
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.data.visit import Task
 from gpupipe.telemetry import Telemetry
@@ -52,9 +54,12 @@ class Job:
     index_workers: int
     telemetry: Telemetry
     custom: Custom = NO_CUSTOM
+    tokenizers: Tokenizers | None = None
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""
     files: OpenFiles = UNKEPT
+    spill: Spill | None = None
+    """Files of videos that came as bytes."""
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck, or visits took too long: not tried again."""
@@ -80,7 +85,7 @@ class Job:
 
     def file_of(self, entry: Entry) -> str:
         """The path by which a video is opened."""
-        return os.path.join(self.folder, entry.path)
+        return os.path.join(self.folder, entry.file or entry.path)
 
     def kept(self, prepared: Prepared) -> KeptClip | None:
         """The planes of a visit, where they were kept and are as good as those that its decoder would make."""
@@ -101,3 +106,5 @@ class Job:
         if self.clips is not None:
             self.clips.close()
         self.files.close()
+        if self.spill is not None:
+            self.spill.close()

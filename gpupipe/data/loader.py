@@ -38,8 +38,10 @@ from gpupipe.data.pipeline import Pipeline
 from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
 from gpupipe.data.shape import digest
-from gpupipe.data.source import Videos, list_videos
+from gpupipe.data.source import Videos
+from gpupipe.data.source.listing import list_videos
 from gpupipe.data.stages import stages, traffic
+from gpupipe.data.tokens import Tokenizer, Tokenizers
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.data.verdict import limit
@@ -67,8 +69,9 @@ class VideoLoader:
 
     Args:
         videos: a file, folder, glob pattern or table (.csv, .jsonl or .parquet with a column ``path``), a mapping with ``path``
-            and further columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered)
-            travels with each batch; a column ``start_frame`` fixes where the clip of that row starts.
+            and further columns, a dataset of torch or of Hugging Face that yields such, or a list of these. A column ``label``
+            (numbers, or names of classes, which are numbered) travels with each batch; a column ``start_frame`` fixes where
+            the clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -76,6 +79,9 @@ class VideoLoader:
         seed: fixes the order and every random choice.
         before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
             gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
+        tokenize: makes tensors of a column of text: a callable that takes a list of B texts and gives a mapping of tensors with
+            B rows, as Hugging Face's tokenisers do; or several of them by column, whose tensors are then named by both,
+            ``caption_input_ids``. Called before the batch is handed out, by one thread at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
             defaults have them, a model takes the whole stage's place.
@@ -101,6 +107,7 @@ class VideoLoader:
         seed: int | None = None,
         before: UserTransform | None = None,
         after: UserTransform | None = None,
+        tokenize: Tokenizer | Mapping[str, Tokenizer] | None = None,
         config: LoaderConfig | dict[str, Any] | PathLike | None = None,
         **fields: Any,
     ) -> None:
@@ -114,6 +121,7 @@ class VideoLoader:
         looks = self.config.batch.buckets is not None or self.config.source.filter != FilterConfig()
         processes = max(1, cpu_quota() // local_ranks(self.device)) if looks else 1
         listing = list_videos(videos, self.config, processes)
+        tokenizers = Tokenizers(tokenize, listing.kinds) if tokenize is not None else None
         entries = listing.entries
         self._classes, self._left_out = listing.classes, listing.left_out
         makers = Makers(self.config)
@@ -135,6 +143,7 @@ class VideoLoader:
             makers=makers,
             custom=_custom(before, after, self.config.transform),
             kinds=listing.kinds,
+            tokenizers=tokenizers,
             device=self.device,
             stream=stream,
             engines=engines,
@@ -144,6 +153,7 @@ class VideoLoader:
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
+            spill=listing.spill,
             digest=states.digest([entry.path for entry in entries], listing.mixture),
         )
         self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after, shapes)

@@ -11,6 +11,7 @@ from typing import Literal, Self
 import numpy as np
 
 from gpupipe.data.order import ROUNDS, SLOTS, generator
+from gpupipe.data.shuffle import shuffled
 from gpupipe.errors import ConfigError
 
 Length = int | Literal["total", "first_exhausted", "all_exhausted"]
@@ -64,7 +65,7 @@ class Mixture:
     def __len__(self) -> int:
         return sum(self.counts)
 
-    def entries(self, seed: int, epoch: int, shuffle: bool) -> np.ndarray:
+    def entries(self, seed: int, epoch: int, shuffle: bool | int) -> np.ndarray:
         """(N,) int64: the entry of each sample of an epoch. Without ``shuffle`` sources alternate as evenly as they can."""
         places = np.repeat(np.arange(len(self.sizes)), self.counts)
         if shuffle:
@@ -98,7 +99,7 @@ def _rounded(exact: Sequence[Fraction], total: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
-def _stretch(size: int, begin: int, count: int, seed: int, source: int, shuffle: bool) -> np.ndarray:
+def _stretch(size: int, begin: int, count: int, seed: int, source: int, shuffle: bool | int) -> np.ndarray:
     """``count`` samples of a source's endless sequence of rounds, from sample ``begin`` on."""
     if not shuffle or not count:
         return (np.arange(count) + begin % max(size, 1)) % max(size, 1)
@@ -107,6 +108,9 @@ def _stretch(size: int, begin: int, count: int, seed: int, source: int, shuffle:
     parts = []
     for number in range(begin // block, -(-(begin + count) // block)):
         draw = generator(seed, ROUNDS, source, number)
-        parts.append(draw.permuted(np.tile(np.arange(size), (rounds, 1)), axis=1).ravel())
+        if shuffle > 1:  # a window
+            parts += [shuffled(draw, size, shuffle) for _ in range(rounds)]
+        else:
+            parts.append(draw.permuted(np.tile(np.arange(size), (rounds, 1)), axis=1).ravel())
     sequence: np.ndarray = np.concatenate(parts)
     return sequence[begin % block :][:count]

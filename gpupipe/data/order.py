@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpupipe.data.shuffle import shuffled
 from gpupipe.types import ClipRequest
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class Order:
 
     entries: int
     seed: int
-    shuffle: bool = True
+    shuffle: bool | int = True
     rank: int = 0
     world_size: int = 1
     mixture: Mixture | None = None
@@ -53,9 +54,7 @@ class Order:
         """(n,) int64: the entry of each sample of ``epoch``, over all ranks."""
         if self.mixture is not None:
             return self.mixture.entries(self.seed, epoch, self.shuffle)
-        if self.shuffle:
-            return generator(self.seed, _ORDER, epoch).permutation(self.entries)
-        return np.arange(self.entries)
+        return shuffled(generator(self.seed, _ORDER, epoch), self.entries, self.shuffle)
 
     def requests(self, epoch: int, start: int, count: int) -> list[ClipRequest]:
         """``count`` requests of this rank, in the order in which they are delivered, behind the first ``start`` of all ranks.

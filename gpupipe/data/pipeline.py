@@ -7,7 +7,7 @@ import math
 import os
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -459,10 +459,19 @@ class Pipeline:
             if task.assembly.arrive(slot, arrivals[clip] if arrivals is not None else None):
                 telemetry = self._job.telemetry
                 with stage("assemble"), telemetry.span("assemble"):
-                    ready = task.assembly.finish()
+                    ready = task.assembly.finish(self._tokens if self._job.tokenizers is not None else None)
                 if ready is not None:
                     count_bytes(telemetry, ready[0], self._job.device)
                 self._jitter.put(task.batch, (ready or _Skipped(task.assembly.index), telemetry.now()))
+
+    def _tokens(self, text: Mapping[str, list[str]], taken: Iterable[str]) -> dict[str, torch.Tensor]:
+        assert self._job.tokenizers is not None
+        with self._job.telemetry.span("tokenize"):
+            return self._job.tokenizers.tokens(text, taken, self._watch, self._check_wanted)
+
+    def _check_wanted(self) -> None:
+        if self._stopping:
+            raise Stopped
 
 
 def _streams(job: Job) -> list[torch.cuda.Stream]:

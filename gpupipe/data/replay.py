@@ -37,7 +37,8 @@ def replay(job: Job, record: ClipRecord) -> torch.Tensor:
             f"the record is of a clip of {len(pick.indices)} frames, this loader's have {transform.frames}",
             fix="use a loader with the configuration that the clip was made with",
         )
-    index = indices.load(job.file_of(Entry(record.path)))
+    entry = job.entries[record.request.entry] if record.request.entry < len(job.entries) else Entry(record.path)
+    index = indices.load(job.file_of(entry if entry.path == record.path else Entry(record.path)))
     first, last = min(pick.decoded), max(pick.decoded)
     if not 0 <= first <= last < index.info.frames:
         raise SampleError(

@@ -83,7 +83,7 @@ def shapes_for(
         rows.setdefault(entry.path, []).append(number)
     found: list[Shape | None] = [None] * len(entries)
     bad = {}
-    with closing(survey(rows, processes, (config.rank or 0, config.world_size or 1))) as outcomes:
+    with closing(survey(entries, processes, (config.rank or 0, config.world_size or 1))) as outcomes:
         for path, outcome in outcomes:
             if isinstance(outcome, GpupipeError):
                 bad[path] = outcome

@@ -27,7 +27,7 @@ class State(StageConfig):
 
     version: int = VERSION
     seed: _Count
-    shuffle: bool
+    shuffle: bool | int
     videos: _Count
     digest: str
     epoch: _Count

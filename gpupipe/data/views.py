@@ -113,7 +113,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
         entry = filled(self._entries[video], self._kinds, self._folder)
         shape = self._shapes[video] if self._shapes is not None else None
         request = ClipRequest(self._config.seed, self._epoch, video, video, shape=shape)
-        index = indices.load(os.path.join(self._folder, entry.path))
+        index = indices.load(os.path.join(self._folder, entry.file or entry.path))
         pick = prepare(self._makers.clip(shape), request, entry, index, self._config.transform.crops).picks[clip]
         which, transform = Which(request, clip, pick), self._makers.transform(shape)
         draw = drawn(transform, which, index)

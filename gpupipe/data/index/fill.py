@@ -12,6 +12,7 @@ from gpupipe.data import index as indices
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.errors import GpupipeError
+from gpupipe.types import Entry
 
 Outcome = VideoIndex | GpupipeError
 
@@ -54,17 +55,18 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
                 thread.join()
 
 
-def survey(paths: Iterable[str], processes: int, share: tuple[int, int] = (0, 1)) -> Generator[tuple[str, Outcome]]:
-    """As :func:`fill`, for several processes that do the same at the same time, and for paths as a list names them.
+def survey(entries: Iterable[Entry], processes: int, share: tuple[int, int] = (0, 1)) -> Generator[tuple[str, Outcome]]:
+    """As :func:`fill`, for the videos of a list, by their names there, and for several processes that do the same at once.
 
     Args:
         share: (rank, ranks) of these: each begins at another video, so that of indices that are missing each finds most made
             by others.
     """
-    unique = list(dict.fromkeys(paths))
+    at = {entry.path: entry.file or entry.path for entry in entries}
+    unique = list(at)
     turn = len(unique) * share[0] // share[1]
     folder = os.getcwd() if not all(map(os.path.isabs, unique)) else ""
-    files = {os.path.join(folder, path): path for path in unique[turn:] + unique[:turn]}
+    files = {os.path.join(folder, at[path]): path for path in unique[turn:] + unique[:turn]}
     with closing(fill(list(files), processes)) as outcomes:
         for file, outcome in outcomes:
             yield files[file], outcome

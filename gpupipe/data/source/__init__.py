@@ -2,16 +2,13 @@
 
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
 from gpupipe.data.source.columns import column_kinds, start_frame
-from gpupipe.data.source.listing import Listing, list_videos
 
 __all__ = [
-    "Listing",
     "Videos",
     "class_names",
     "collect",
     "column_kinds",
     "label_names",
-    "list_videos",
     "number_labels",
     "start_frame",
 ]

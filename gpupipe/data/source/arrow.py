@@ -12,8 +12,8 @@ from gpupipe.device.inventory import load
 from gpupipe.errors import SourceError
 
 PARQUET = (".parquet", ".pq")
-_ROWS = 65_536
-"""Rows that are read at a time."""
+_ROWS, _ROWS_OF_BYTES = 65_536, 8
+"""Rows that are read at a time: of paths, and of what may be videos in memory."""
 
 
 def parquet_rows(path: str, needed: Sequence[str], further: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -31,10 +31,17 @@ def parquet_rows(path: str, needed: Sequence[str], further: Sequence[str]) -> It
     try:
         with parquet.ParquetFile(path) as file:
             names = chosen(path, file.schema_arrow.names, needed, further)
-            for batch in file.iter_batches(_ROWS, columns=names):
+            rows = _ROWS_OF_BYTES if _may_be_bytes(file.schema_arrow.field(names[0]).type) else _ROWS
+            for batch in file.iter_batches(rows, columns=names):
                 yield from batch_rows(batch, names)
-    except (OSError, arrow.lib.ArrowException) as error:
+    except (OSError, UnicodeDecodeError, arrow.lib.ArrowException) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a Parquet file, written to its end") from error
+
+
+def _may_be_bytes(kind: Any) -> bool:
+    """Whether a column of this type may hold videos and not their paths."""
+    types = load("pyarrow").types
+    return bool(types.is_binary(kind) or types.is_large_binary(kind) or types.is_struct(kind))
 
 
 def chosen(where: str, present: Sequence[str], needed: Sequence[str], further: Sequence[str]) -> list[str]:

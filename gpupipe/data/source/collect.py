@@ -8,29 +8,42 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpupipe.config import PathLike, SourceConfig
 from gpupipe.data.source.columns import reads_as_number
+from gpupipe.data.source.dataset import dataset_entries, is_dataset
 from gpupipe.data.source.inside import URL, check_inside
+from gpupipe.data.source.spill import Spill
 from gpupipe.data.source.tables import TABLES, read_table, row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
-Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
-"""A file, folder, glob pattern or table (.csv, .jsonl, .parquet); a row, that is a mapping with path and columns; or a list."""
+
+class SupportsItems(Protocol):
+    """A dataset that is asked for its items by number, as ``torch.utils.data.Dataset`` is."""
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+Videos = PathLike | Mapping[str, Any] | Iterable[Any] | SupportsItems
+"""A file, folder, glob pattern or table (.csv, .jsonl, .parquet); a row, that is a mapping with path and columns; a dataset of
+torch or of Hugging Face; or a list of any of these."""
 
 _NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".xlsx", ".npy", ".pkl")
 """Endings of files that people keep lists in."""
 
 
-def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
+def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = (), spill: Spill | None = None) -> list[Entry]:
     """Lists the videos in a fixed order: as given, folders and globs sorted by path.
 
     Files inside a list or a table are not looked at here: a missing one is a bad file, met when its turn comes.
 
     Args:
         columns: what is to be read of a Parquet table besides path, label and ``start_frame``; other tables are read whole.
+        spill: takes videos that are bytes; None: they are an error.
 
     Raises:
         SourceError: when ``videos`` is a path that does not exist, an empty folder, a pattern without matches, an unreadable
@@ -38,15 +51,15 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
     """
     if isinstance(videos, bytes):
         raise SourceError(f"videos={videos!r} is bytes", fix="give text: os.fsdecode(path)")
-    if isinstance(videos, str | os.PathLike | Mapping):
-        entries = _one(videos, config, columns, must_exist=True)
+    if isinstance(videos, str | os.PathLike | Mapping) or is_dataset(videos):
+        entries = _one(videos, config, columns, spill, must_exist=True)
     elif isinstance(videos, set | frozenset):
         raise SourceError("a set of videos has another order in each process", fix="give a list, say sorted(videos)")
     elif isinstance(videos, Iterable):
         entries = [
             replace(entry, part=part) if part else entry
             for part, item in enumerate(videos)
-            for entry in _one(item, config, columns, must_exist=False)
+            for entry in _one(item, config, columns, spill, must_exist=False)
         ]
     else:
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
@@ -59,7 +72,9 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
     return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
 
 
-def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist: bool) -> list[Entry]:
+def _one(item: Any, config: SourceConfig, columns: Sequence[str], spill: Spill | None, *, must_exist: bool) -> list[Entry]:
+    if is_dataset(item):
+        return dataset_entries(item, config, columns, spill)
     if isinstance(item, Mapping):
         return [row_entry(item, config, base=None, where="a row of videos")]
     if not isinstance(item, str | os.PathLike):
@@ -77,13 +92,13 @@ def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist:
                 f"{path} is neither a video nor a table that gpupipe reads",
                 fix=f"make it a {' or '.join(TABLES)} table with a column {config.path_column!r}, or pass a list of paths",
             )
-        return read_table(path, config, columns) if path.lower().endswith(TABLES) else [Entry(path)]
+        return read_table(path, config, columns, spill) if path.lower().endswith(TABLES) else [Entry(path)]
     if glob.has_magic(path):
         found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
         if not found:
             raise SourceError(f"no file matches {path!r}", fix="check the pattern; ** descends into folders")
         if all(p.lower().endswith(TABLES) for p in found):
-            return [entry for p in found for entry in read_table(p, config, columns)]
+            return [entry for p in found for entry in read_table(p, config, columns, spill)]
         return [Entry(p) for p in found]
     if must_exist and os.path.exists(path):
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")

@@ -30,7 +30,7 @@ def left_out(entries: list[Entry], config: FilterConfig, processes: int, share: 
         return {}
     paths = list(dict.fromkeys(entry.path for entry in entries))
     found: dict[str, tuple[str, str]] = {}
-    with closing(survey(paths, processes, share)) as outcomes:
+    with closing(survey(entries, processes, share)) as outcomes:
         for path, outcome in outcomes:
             fault = None if isinstance(outcome, GpupipeError) else next(_faults(outcome.info, config), None)
             if fault is not None:

@@ -27,6 +27,8 @@ def check_inside(entries: Iterable[Entry], root: str, columns: Sequence[str] = (
     within = real.rstrip(os.sep) + os.sep
     folders: dict[str, str] = {}
     for entry in entries:
+        if entry.file:  # bytes that came with the list, in a file of this loader's own
+            continue
         named = (entry.columns.get(column) for column in columns)
         for path in (entry.path, *(os.fspath(path) for path in named if isinstance(path, str | os.PathLike))):
             target = _target(path, folders)

@@ -11,13 +11,14 @@ from typing import Any
 from gpupipe.config import SourceConfig
 from gpupipe.data.source.arrow import PARQUET, parquet_rows
 from gpupipe.data.source.columns import START_COLUMN
+from gpupipe.data.source.spill import Spill
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
 TABLES = (".csv", ".jsonl", ".ndjson", *PARQUET)
 
 
-def read_table(path: str, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
+def read_table(path: str, config: SourceConfig, columns: Sequence[str] = (), spill: Spill | None = None) -> list[Entry]:
     """Reads a table with a header (CSV), one JSON object a line, or a Parquet file.
 
     A CSV column of nothing but numbers becomes numbers. Of CSV and JSON lines all columns are kept; of Parquet only the path,
@@ -32,7 +33,7 @@ def read_table(path: str, config: SourceConfig, columns: Sequence[str] = ()) -> 
         found = parquet_rows(
             path, (config.path_column, *columns, *config.npy_columns), (config.label_column, "label", START_COLUMN)
         )
-        entries = [row_entry(row, config, base, f"{path} row {number}") for number, row in enumerate(found)]
+        entries = [row_entry(row, config, base, f"{path} row {number}", spill) for number, row in enumerate(found)]
     else:
         found_lines = _lines(path, config.path_column)
         entries = [row_entry(row, config, base, f"{path} line {number}") for number, row in found_lines]
@@ -79,24 +80,47 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
     return rows
 
 
-def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, where: str) -> Entry:
+def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, where: str, spill: Spill | None = None) -> Entry:
     """The entry of one row; its paths are taken relative to ``base``, the folder of its table, where there is one.
 
+    Where the path's place holds bytes, or a mapping of ``bytes`` and ``path`` as Hugging Face's datasets have it, these are
+    written to a file by ``spill``, and the entry is called as its row is.
+
     Raises:
-        SourceError: when the row has no path.
+        SourceError: when the row has no path, or bytes that there is no room for.
     """
     path_column = config.path_column
     path = row.get(path_column)
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+    data, name = (None, "") if isinstance(path, str) else _held(path)
+    path = name or path
+    file = ""
+    if data:
+        if spill is None:
+            raise SourceError(f"{where} holds its video's bytes, not its path", fix="write them to a file and name that")
+        file = spill.keep(data, name, where)
+        path = f"{where}: {name}" if name else where
+    elif not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        held = "" if row.get(path_column) in (None, "") else f", but a {type(path).__name__} in its place"
         raise SourceError(
-            f"{where} has no {path_column!r}; its columns are {', '.join(map(str, row)) or 'none'}",
-            fix="name the column of paths with SourceConfig.path_column",
+            f"{where} has no {path_column!r}{held}; its columns are {', '.join(map(str, row)) or 'none'}",
+            fix="name the column of paths with SourceConfig.path_column"
+            if base is not None or not all(isinstance(value, int | float) for value in row.values())
+            else "for a mixture give a list of its sources, and source={'weights': [0.7, 0.3]}",
         )
     columns = {k: v for k, v in row.items() if k != path_column}
-    for name in config.npy_columns:
-        if base and isinstance(columns.get(name), str) and columns[name]:
-            columns[name] = os.path.join(base, columns[name])
-    return Entry(os.path.join(base or "", os.fspath(path)), columns, where if base is not None else "")
+    for column in config.npy_columns:
+        if base and isinstance(columns.get(column), str) and columns[column]:
+            columns[column] = os.path.join(base, columns[column])
+    path = os.fspath(path) if file else os.path.join(base or "", os.fspath(path))
+    return Entry(path, columns, where if base is not None and not file else "", file=file)
+
+
+def _held(value: Any) -> tuple[bytes | None, str]:
+    """(a video's bytes, its path or name) in the place of a path."""
+    if isinstance(value, Mapping):
+        data, name = value.get("bytes"), value.get("path")
+        return (data if isinstance(data, bytes) else None), (name if isinstance(name, str) else "")
+    return (value if isinstance(value, bytes) else None), ""
 
 
 def _parse(line: str, path: str, number: int) -> dict[str, Any]:

@@ -33,14 +33,15 @@ class CallFailed(Exception):
 
 
 class Call(NamedTuple):
-    """A user's function at work on a video: in it a thread may hang for ever."""
+    """A user's function at work on a video, or on a batch's text: in it a thread may hang for ever."""
 
     name: str
-    function: UserTransform
+    function: Callable[..., object]
     path: str
+    what: str = "the transform"
 
     def __str__(self) -> str:
-        return f"the transform {self.name}={self.function!r} at work on {self.path}"
+        return f"{self.what} {self.name}={self.function!r} at work on {self.path}"
 
 
 Watch = Callable[[Call | None], None]
