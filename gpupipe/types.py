@@ -280,13 +280,21 @@ class Clip:
     params: TransformParams | None = None
 
 
+BATCH_TENSORS = ("video", "tokens", "cu_seqlens", "grid", "pts_seconds", "mask")
+"""Names of a batch's own tensors, which no column may have."""
+_RAGGED = ("tokens", "cu_seqlens")
+"""Those of packed clips, without a row for each clip."""
+
+
 class Batch(Mapping[str, "torch.Tensor"]):
     """A mapping of tensors with one leading dimension B, so that ``model(**batch)`` and trainers can walk it.
 
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
     ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one, or (B, classes) float32 where
     ``mix`` is asked for; further columns of numbers as asked for, (B,) int64 or float64, and of arrays, (B, …) int64, float32
-    or float64; and what ``tokenize`` makes of text.
+    or float64; and what ``tokenize`` makes of text. With ``batch.layout="pack"`` in the place of ``video``: ``tokens``
+    (N, 3 * pt * ph * pw), all patches of all clips, clip b from ``cu_seqlens[b]`` on, (B + 1,) int32; and ``grid`` (B, 3)
+    int32, its tokens along time, height and width.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with
@@ -314,7 +322,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         state: Mapping[str, Any] | None = None,
     ) -> None:
         for name, tensor in tensors.items():
-            assert not clips or tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
+            if clips and name not in _RAGGED:
+                assert tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
         self._tensors = dict(tensors)
         self.clips = clips
         self.text = dict(text or {})

@@ -81,7 +81,8 @@ class BatchConfig(StageConfig):
     zeros to the longest, and ``mask`` is False there. ``pack``: any; the batch has ``tokens`` of ``patch`` one after the other
     instead of ``video``, with ``cu_seqlens`` and ``grid`` (Dehghani et al., Patch n' Pack, 2023)."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens in a batch, padding included, at most: patches of ``patch``, those at the edges counted whole."""
+    """Tokens in a batch, padding included, at most: patches of ``patch``, those at the edges counted whole. For ``pack``
+    lengths and sizes must be multiples of the patch's."""
     patch: tuple[Step, Step, Step] = (1, 16, 16)
     """(frames, rows, columns) of a token."""
     max_gib: Annotated[float, Field(gt=0, le=1024)] | None = None
