@@ -307,6 +307,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
             tells which slots have stand-ins: 0 is the sample itself.
         state: what ``state_dict()`` of the loader gives once this batch is the last one received: for trainers that ask for
             a batch before they have used the one before it. Empty in a batch that no loader made.
+        part: (number, of how many), where steps are handed out in parts (``batch.micro_size``).
+        share: of the step's clips, that are in this part: times the mean loss of the part it adds up to that of the step.
     """
 
     def __init__(
@@ -320,6 +322,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         mix: MixParams | None = None,
         substituted: tuple[str, ...] = (),
         state: Mapping[str, Any] | None = None,
+        part: tuple[int, int] = (0, 1),
+        share: float = 1.0,
     ) -> None:
         for name, tensor in tensors.items():
             if clips and name not in _RAGGED:
@@ -332,6 +336,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         self.mix = mix
         self.substituted = substituted
         self.state = dict(state or {})
+        self.part = part
+        self.share = share
 
     @property
     def paths(self) -> list[str]:
@@ -359,6 +365,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
             mix=self.mix,
             substituted=self.substituted,
             state=self.state,
+            part=self.part,
+            share=self.share,
         )
 
     def __getitem__(self, key: str) -> torch.Tensor:
