@@ -235,7 +235,7 @@ def test_a_file_that_changes_after_it_was_prepared_is_planned_anew(clips: dict[s
     with VideoLoader([path] * 40, **options, cache={"read_ahead": 64}) as loader:
         iterator = iter(loader)
         next(iterator)
-        assert soon(lambda: len(loader._pipeline._read_ahead._prepared) > 30)  # type: ignore[union-attr]
+        assert soon(lambda: len(loader._run.pipeline._read_ahead._prepared) > 30)  # type: ignore[union-attr]
         shutil.copy(clips["h264_odd"], tmp_path / "other.mp4")
         os.replace(tmp_path / "other.mp4", path)
         rest = list(iterator)

@@ -163,7 +163,7 @@ def test_a_loop_that_is_slow_itself_is_not_starved(clips: dict[str, Path]) -> No
         iterator = iter(loader)
         next(iterator)
         loader._job.config = loader._job.config.model_copy(update={"timeout_seconds": 0.05})
-        assert loader._pipeline is not None
+        assert loader._run.pipeline is not None
         deadline = time.monotonic() + 20
         while loader.stats()["occupancy"] < 3 and time.monotonic() < deadline:
             time.sleep(0.01)

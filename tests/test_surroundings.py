@@ -188,7 +188,7 @@ def test_half_made_batches_are_waited_for_before_their_memory_is_used_again(
     with VideoLoader(folder, **SMALL, decode={"threads": 2}) as loader:
         running = iter(loader)
         next(running)
-        made = loader._pipeline
+        made = loader._run.pipeline
         assert made is not None
         job, own_streams = made._job, made._streams
         streams = [SimpleNamespace(record_event=lambda name=name: name) for name in ("one", "other")]

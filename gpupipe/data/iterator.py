@@ -5,41 +5,36 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
-from gpupipe.data.group import Position
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
 from gpupipe.data.micro import Parts, agree
-from gpupipe.data.pipeline import Pipeline
+from gpupipe.data.run import Run
 from gpupipe.device import heap
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import ClosedError, GraphError
 from gpupipe.types import Batch
 
-if TYPE_CHECKING:
-    from gpupipe.data.loader import VideoLoader
-
 
 class BatchIterator(Iterator[Batch]):
     """One epoch's iterator. Its end, by exhaustion, ``break``, an error or garbage collection, ends the pipeline's threads."""
 
-    def __init__(self, pipeline: Pipeline, position: Position, job: Job, loader: VideoLoader) -> None:
-        self._pipeline = pipeline
-        self._position = position
+    def __init__(self, run: Run, job: Job, loader: object) -> None:
+        self._run = run
+        self._job = job
+        self._loader: object | None = loader  # which may have no other name: ``for batch in VideoLoader(…)``
+        self._pipeline, self._position = run.begin()
         """What the trainer has received."""
-        self._before = position
+        self._before = self._position
         """And before its last batch."""
         self._parts: Parts | None = None
         """The step that is handed out in parts."""
-        self._job = job
-        self._loader: VideoLoader | None = loader  # which may have no other name: ``for batch in VideoLoader(…)``
         self._ended: str | None = None
         self._finished = False
         self._owner = os.getpid()
-        weakref.finalize(self, pipeline.abandon)
+        weakref.finalize(self, self._pipeline.abandon)
 
     @property
     def occupancy(self) -> int:
@@ -71,8 +66,8 @@ class BatchIterator(Iterator[Batch]):
         part = self._parts.take()
         if self._parts.next == self._parts.count:
             part.state = self._received(self._parts.batch).state
-        elif self._loader is not None:
-            part.state = self._loader.state_dict()  # a step that is begun is done again
+        else:
+            part.state = self._run.state()  # a step that is begun is done again
         return part
 
     def _take(self) -> Batch:
@@ -101,11 +96,10 @@ class BatchIterator(Iterator[Batch]):
         for index in (*self._pipeline.skipped, batch.index):
             self._position = self._job.grouping.after(self._position, index)
         self._pipeline.skipped.clear()
-        if self._loader is not None:
-            batch.state = self._loader._receive(self._position)
+        batch.state = self._run.receive(self._position)
         return batch
 
-    # Steps in parts
+    # Steps in parts, for StepGuard
 
     def _cut(self, batch: Batch) -> Parts:
         sizes, job = self._job.sizes, self._job
@@ -118,14 +112,12 @@ class BatchIterator(Iterator[Batch]):
         return Parts(batch, count, job.config.batch.patch)
 
     def any_rank(self, mine: bool) -> bool:
-        """Whether this is so on any rank."""
         job = self._job
         if job.config.batch.micro_size != "auto":
             return mine
         return bool(agree((int(mine),), job.device, job.order.world_size)[0])
 
     def succeed(self) -> bool:
-        """Says that the work on the part that was handed out last went well; True when it was the last of its step."""
         sizes, parts = self._job.sizes, self._parts
         if sizes is None or parts is None:
             return True
@@ -136,7 +128,6 @@ class BatchIterator(Iterator[Batch]):
         return done
 
     def retry(self) -> int | None:
-        """Hands out the step again from its beginning, in more parts: how many; None where it is not to be cut finer."""
         sizes, parts = self._job.sizes, self._parts
         if sizes is None or parts is None or self._job.config.batch.micro_size != "auto":
             return None
@@ -144,9 +135,9 @@ class BatchIterator(Iterator[Batch]):
         finer = self._cut(parts.batch)
         if finer.count <= parts.count:  # on all ranks alike
             return None
-        if parts.next == parts.count and self._loader is not None:  # it was counted as received
+        if parts.next == parts.count:  # it was counted as received
             self._position = self._before
-            self._loader._receive(self._position)
+            self._run.receive(self._position)
         self._parts = finer
         return finer.count
 
@@ -156,14 +147,12 @@ class BatchIterator(Iterator[Batch]):
         Raises:
             StopIteration: where it does not.
         """
-        loader = self._loader
-        if loader is not None:
-            loader._receive(None)
-        if loader is None or not self._job.config.repeat:
+        self._run.receive(None)
+        if not self._job.config.repeat:
             self._finish()
             raise StopIteration
         self._pipeline.stop()
-        self._pipeline, self._position = loader._go_on()
+        self._pipeline, self._position = self._run.begin()
         weakref.finalize(self, self._pipeline.abandon)
 
     def _finish(self) -> None:

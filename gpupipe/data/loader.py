@@ -29,15 +29,15 @@ from gpupipe.data.decode.fleet import engines_of, index_workers
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import Position, group
 from gpupipe.data.iterator import BatchIterator, forked, refuse_inside
-from gpupipe.data.jitter import NO_LEVELS, Closed
+from gpupipe.data.jitter import NO_LEVELS
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.makers import Makers
 from gpupipe.data.micro import CudaMemory, Sizes, StepGuard
 from gpupipe.data.order import Order
-from gpupipe.data.pipeline import Pipeline
 from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
+from gpupipe.data.run import Run
 from gpupipe.data.shape import digest
 from gpupipe.data.source import Videos
 from gpupipe.data.source.listing import list_videos
@@ -163,13 +163,9 @@ class VideoLoader:
             threading.Thread(target=_compile, args=(makers.plain, self.device), name="gpupipe-compile").start()
         for name in _COUNTS + (_CACHE_COUNTS if self._job.clips is not None else ()):
             self._telemetry.count(name, 0)
-        self._next = self._position = Position()
-        """Where the next ``iter()`` begins, and what the trainer has received."""
+        self._run = Run(self._job)
         self._iterator: weakref.ref[BatchIterator] | None = None
-        self._pipeline: Pipeline | None = None
         self._owner = os.getpid()
-        self._closed = False
-        self._iterating = threading.RLock()  # a signal handler may close the loader amid iter()
         weakref.finalize(self, self._job.kill).atexit = False
 
     @property
@@ -202,7 +198,7 @@ class VideoLoader:
 
     def upcoming(self) -> list[int]:
         """The videos of this rank's next ``iter()`` in the order in which they come, as positions in ``dataset.paths``."""
-        return [request.entry for one in self._job.grouping.groups(self._next) for request in one.requests]
+        return [request.entry for one in self._run.groups() for request in one.requests]
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -226,9 +222,7 @@ class VideoLoader:
             raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0")
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
-        if number != self._next.epoch:  # else it may be taken up within
-            self._next = Position(number)
-        self._position = self._next
+        self._run.set_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands: what the trainer has received so far, however many batches are under way; see
@@ -238,7 +232,7 @@ class VideoLoader:
         one serves all ranks, under another number of them too; only where batches come as they are completed
         (``jitter.in_order`` off) each rank needs its own. ``batch.state`` has it for each batch.
         """
-        return states.to_dict(self._job, self._position)
+        return self._run.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``iter()`` go on behind what had been received when ``state`` was saved; an empty one does nothing.
@@ -250,9 +244,8 @@ class VideoLoader:
         Raises:
             ConfigError: for a state of another version, list of videos, seed or order, or what is no state.
         """
-        if isinstance(state, Mapping) and not state:
-            return
-        self._next = self._position = states.from_dict(self._job, state)
+        if not isinstance(state, Mapping) or state:
+            self._run.load(state)
 
     def step_guard(self, zero_grad: Callable[[], object]) -> StepGuard:
         """Stands around the work on one part of a step, where ``batch.micro_size`` cuts steps into parts::
@@ -283,7 +276,7 @@ class VideoLoader:
     @property
     def steps_per_epoch(self) -> int:
         """Batches in the next epoch of this rank before ``batch.micro_size`` cuts them into parts: steps of the optimizer."""
-        return self._job.grouping.count(self._next.epoch)
+        return self._run.steps
 
     def __len__(self) -> int:
         """Batches in the next epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``. Epochs differ only where
@@ -299,7 +292,7 @@ class VideoLoader:
             raise TypeError("this VideoLoader has no length: memory decides into how many parts its steps_per_epoch are cut")
         if size is None:
             return self.steps_per_epoch
-        groups = self._job.grouping.groups(Position(self._next.epoch))
+        groups = self._job.grouping.groups(Position(self._run.next.epoch))
         return sum(-(-len(group.requests) * clips // size) for group in groups)
 
     @within_limit("a VideoLoader cannot be iterated")
@@ -307,32 +300,13 @@ class VideoLoader:
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
             raise forked()
         refuse_inside(self._job, "iter() of a VideoLoader")
-        with self._iterating:
-            if self._closed:
+        with self._run.lock:
+            if self._run.closed:
                 raise ClosedError("this VideoLoader is closed", fix="make a new one")
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
-            iterator = BatchIterator(*self._begin(), self._job, self)
+            iterator = BatchIterator(self._run, self._job, self)
             self._iterator = weakref.ref(iterator)
         return iterator
-
-    def _begin(self) -> tuple[Pipeline, Position]:
-        """Starts the next epoch, or what is left of it; and where that begins."""
-        start = self._next
-        self._pipeline = Pipeline(self._job, self._job.grouping.groups(start), start.epoch, resumed=start.within)
-        self._next, self._position = Position(start.epoch + 1), start
-        return self._pipeline, start
-
-    def _go_on(self) -> tuple[Pipeline, Position]:
-        """The same behind an epoch that has ended, for the iterator that had it."""
-        with self._iterating:
-            if self._closed:
-                raise Closed
-            return self._begin()
-
-    def _receive(self, position: Position | None) -> dict[str, Any]:
-        """Notes what the trainer has received, None: all of its epoch; the state after that."""
-        self._position = position or self._next
-        return self.state_dict()
 
     def replay(self, record: ClipRecord) -> torch.Tensor:
         """One clip made again, from its record in :attr:`Batch.clips <gpupipe.Batch>` alone; also amid an epoch.
@@ -383,19 +357,18 @@ class VideoLoader:
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
         refuse_inside(self._job, "close() of a VideoLoader")
-        with self._iterating:
+        with self._run.lock:
             self._end_iterator("its VideoLoader was closed")
-            if not self._closed:
-                self._closed = True
+            if not self._run.closed:
+                self._run.closed = True
                 self._job.close()
 
     def _end_iterator(self, why: str) -> None:
         iterator = self._iterator() if self._iterator is not None else None
         if iterator is not None:
             iterator.end(why)
-        if self._pipeline is not None:  # an iterator that was dropped has not waited for its threads, which use the engines
-            self._pipeline.stop()
-        self._iterator = self._pipeline = None
+        self._run.stop()  # an iterator that was dropped has not waited for its threads
+        self._iterator = None
 
     def __enter__(self) -> Self:
         return self

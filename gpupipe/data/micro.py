@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Protocol, Self
+from typing import Literal, Protocol, Self
 
 import torch
 
@@ -16,9 +16,6 @@ from gpupipe.data.shape import Patch, Shape
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.telemetry import log
 from gpupipe.types import Batch
-
-if TYPE_CHECKING:
-    from gpupipe.data.iterator import BatchIterator
 
 _FIRST_PARTS = 8
 """Into how many parts the first step is cut, before anything is known: one that is too large would cost a step."""
@@ -220,6 +217,22 @@ def ran_out(error: BaseException | None) -> bool:
     )
 
 
+class Steps(Protocol):
+    """Who hands out steps in parts."""
+
+    def any_rank(self, mine: bool) -> bool:
+        """Whether this is so on any rank."""
+        ...
+
+    def succeed(self) -> bool:
+        """Says that the work on the part that was handed out last went well; True when it was the last of its step."""
+        ...
+
+    def retry(self) -> int | None:
+        """Hands out the step again from its beginning, in more parts: how many; None where it is not to be cut finer."""
+        ...
+
+
 class StepGuard:
     """Stands around the work on one part of a step; see :meth:`gpupipe.VideoLoader.step_guard`.
 
@@ -228,8 +241,8 @@ class StepGuard:
         failed: True behind the block when memory ran out, here or on another rank: the step comes again, in smaller parts.
     """
 
-    def __init__(self, iterator: BatchIterator, on_failure: Callable[[], object]) -> None:
-        self._iterator = iterator
+    def __init__(self, steps: Steps, on_failure: Callable[[], object]) -> None:
+        self._steps = steps
         self._on_failure = on_failure
         self.done = self.failed = False
 
@@ -241,11 +254,11 @@ class StepGuard:
         mine = ran_out(value)
         if value is not None and not mine:
             return False
-        self.failed = self._iterator.any_rank(mine)
+        self.failed = self._steps.any_rank(mine)
         if not self.failed:
-            self.done = self._iterator.succeed()
+            self.done = self._steps.succeed()
             return False
-        finer = self._iterator.retry()
+        finer = self._steps.retry()
         if finer is None:
             if mine:
                 return False

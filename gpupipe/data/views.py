@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,14 +24,27 @@ from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.errors import ClosedError, SampleError
 from gpupipe.types import Batch, ClipRequest, Entry
 
-if TYPE_CHECKING:
-    from gpupipe.data.loader import VideoLoader
+
+class Loader(Protocol):
+    """A :class:`gpupipe.VideoLoader`, as far as views of it go."""
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def upcoming(self) -> list[int]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class EpochSampler:
     """Which videos this rank has in its next epoch; trainers look here for ``set_epoch``."""
 
-    def __init__(self, loader: VideoLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         self._loader = loader
 
     def set_epoch(self, epoch: int) -> None:
@@ -148,7 +161,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
 class BatchStream(IterableDataset[Batch]):
     """A loader's batches as an iterable dataset, whose items are whole batches."""
 
-    def __init__(self, loader: VideoLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:
@@ -169,7 +182,7 @@ class LoaderView(DataLoader[Any]):
     among ranks must not do so here: the loader has taken its rank's share already.
     """
 
-    def __init__(self, loader: VideoLoader) -> None:
+    def __init__(self, loader: Loader) -> None:
         super().__init__(BatchStream(loader), batch_size=None, collate_fn=_as_it_is)
         self.loader = loader
 
