@@ -193,6 +193,8 @@ class Entry:
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = field(default="", compare=False)
     """The table and line that it comes from; empty without a table."""
+    held: object = field(default=None, compare=False, repr=False)
+    """What keeps the bytes that ``path`` names, where the program has them itself: see ``gpupipe.data.bytes.held.hold``."""
 
     @property
     def named(self) -> str:

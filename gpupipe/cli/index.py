@@ -77,7 +77,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
 
 
 def command(
-    videos: Annotated[list[str], typer.Argument(help="Videos: files, folders, globs or tables.")],
+    videos: Annotated[list[str], typer.Argument(help="Videos: files, folders, patterns, tables, shards or URLs.")],
     processes: Annotated[int | None, typer.Option(help="Processes side by side; one for each core unless given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:

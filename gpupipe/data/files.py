@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from gpupipe.data.bytes import Identity, LocalFile
+from gpupipe.data.bytes import Identity, VideoFile, open_file
 from gpupipe.data.limit import most_open
 from gpupipe.errors import DeviceError
 
@@ -22,7 +22,7 @@ _SHARE = 4
 
 @dataclass
 class _Open:
-    file: LocalFile
+    file: VideoFile
     users: int = 0
     kept: bool = True
     """False once it is to be closed by its last user."""
@@ -45,7 +45,7 @@ class OpenFiles:
         return len(self._open)
 
     @contextmanager
-    def lend(self, identity: Identity) -> Iterator[LocalFile]:
+    def lend(self, identity: Identity) -> Iterator[VideoFile]:
         """A file, open for the time of the block. It may have changed since ``identity`` was made: ask it.
 
         Raises:
@@ -53,7 +53,7 @@ class OpenFiles:
             DeviceError: when the process may open no more files.
         """
         if self._limit <= 0:
-            with LocalFile(identity.path) as file:
+            with open_file(identity.path) as file:
                 yield file
             return
         entry = self._take(identity)
@@ -67,10 +67,10 @@ class OpenFiles:
         if entry is not None:
             return entry
         try:
-            file = LocalFile(identity.path)
+            file = open_file(identity.path)
         except DeviceError:  # too many open files: these are the first to go
             self.close()
-            file = LocalFile(identity.path)
+            file = open_file(identity.path)
         with self._lock:
             entry = self._open.get(identity)
             if entry is not None:  # another thread was faster

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gpupipe.config import LoaderConfig
+from gpupipe.data.bytes import name
 from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.decode import DecodeEngine, Helping
 from gpupipe.data.files import UNKEPT, OpenFiles
@@ -64,7 +65,7 @@ class Job:
 
     def file_of(self, entry: Entry) -> str:
         """The path by which a video is opened."""
-        return os.path.join(self.folder, entry.path)
+        return name.join(self.folder, entry.path)
 
     def kept(self, prepared: Prepared) -> KeptClip | None:
         """The planes of a visit, where they were kept and are as good as those that its decoder would make."""

@@ -23,6 +23,7 @@ from gpupipe.config import (
     TransformConfig,
 )
 from gpupipe.config.stage import whole_number
+from gpupipe.data.bytes import settings as remote
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
 from gpupipe.data.files import OpenFiles
@@ -64,9 +65,11 @@ class VideoLoader:
     further stream, that stream must wait as for any torch tensor.
 
     Args:
-        videos: a file, folder, glob pattern or table (.csv, .jsonl with a column ``path``), a mapping with ``path`` and further
-            columns, or a list of these. A column ``label`` (numbers, or names of classes, which are numbered) travels with
-            each batch; a column ``start_frame`` fixes where the clip of that row starts.
+        videos: a file, folder, pattern (globs, ``{000..009}``), table (.csv, .jsonl with a column ``path``), WebDataset shard
+            (.tar, uncompressed) or URL of these (``s3://``, ``https://`` …), a mapping with ``path`` and further columns, or a
+            list of these. A list may have the bytes of videos too, or binary files that hold them. A column
+            ``label`` (numbers, or names of classes, which are numbered) travels with each batch; a column ``start_frame`` fixes
+            where the clip of that row starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -77,7 +80,7 @@ class VideoLoader:
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
             defaults have them, a model takes the whole stage's place.
-        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
+        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``remote``, ``source``, ``shuffle``,
             ``columns``, ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the
             environment).
 
@@ -109,6 +112,7 @@ class VideoLoader:
         rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
+        remote.use(**self.config.remote.model_dump(exclude_none=True))
         entries = collect(videos, self.config.source)
         names = label_names(entries, self.config.source)
         if names:

@@ -25,7 +25,7 @@ from gpupipe.data.limit import within_limit
 from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
-from gpupipe.data.stop import Stopped
+from gpupipe.data.stop import Stopped, stoppable
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Call, CallFailed
 from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
@@ -201,7 +201,12 @@ class Pipeline:
         return self._stopping
 
     def _work(self, worker: Worker[DecodeEngine, Work]) -> None:
-        """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
+        """A thread's life; what it waits for meanwhile ends with the pipeline."""
+        with stoppable(self._give_up):
+            self._make_clips(worker)
+
+    def _make_clips(self, worker: Worker[DecodeEngine, Work]) -> None:
+        """Takes the next clips, makes them, and completes the batch if it was the last one; again and again."""
         engine, job = worker.engine, self._job
         # Without NVDEC all engines stand in one line, whatever it is called.
         kind: Decoder = "nvdec" if worker.line < len(job.engines) else "cpu"

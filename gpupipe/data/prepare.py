@@ -16,6 +16,7 @@ from gpupipe.data.order import FRAMES, clip_generator
 from gpupipe.data.plan import Plan, make_plan
 from gpupipe.data.sample import pick_frames
 from gpupipe.data.source.columns import start_frame
+from gpupipe.data.stop import Stopped, stoppable
 from gpupipe.errors import GpupipeError
 from gpupipe.types import ClipRequest, Entry, FramePick
 
@@ -50,7 +51,8 @@ def prepare(clip: ClipConfig, request: ClipRequest, entry: Entry, index: VideoIn
 
 
 class ReadAhead:
-    """A thread that prepares visits ahead of their turn and tells the kernel which bytes they will read.
+    """A thread that prepares visits ahead of their turn and asks for the bytes that they will read: the kernel, or a
+    store far away.
 
     The work is not done twice: what was prepared is left for the visit. A visit whose turn comes first, or whose index is not
     at hand, is left alone. Nothing waits for this thread, which may hang as long as a disk does.
@@ -130,8 +132,12 @@ class ReadAhead:
         self._prepared.clear()
 
     def _work(self) -> None:
+        with stoppable(lambda: self._stopping):
+            self._prepare_all()
+
+    def _prepare_all(self) -> None:
         while (request := self._take_next()) is not None:
-            with suppress(GpupipeError):  # found again, and told, when its turn comes
+            with suppress(GpupipeError, Stopped):  # found again, and told, when its turn comes
                 prepared = self._prepare(request)
                 if prepared is not None:
                     self._leave(request, prepared)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from gpupipe.data import index as indices
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.data.scan.worker import ScanProcess
+from gpupipe.data.stop import stoppable
 from gpupipe.errors import GpupipeError
 
 Outcome = VideoIndex | GpupipeError
@@ -57,22 +58,29 @@ def _work(
     process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
 ) -> None:
     try:
-        while True:
-            try:
-                path = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                if not indices.known(path):
-                    process.start()
-                    try:
-                        indices.load(path, process.make)
-                    except GpupipeError:  # says that the process could not: find out here why
-                        indices.load(path)
-                done.put((path, indices.load(path)))
-            except GpupipeError as error:
-                done.put((path, error))
+        with stoppable(lambda: process.ended):
+            _work_on(process, waiting, done)
     except BaseException as error:  # crosses to the caller, who raises it
         done.put(error)
     finally:
         process.close()
+
+
+def _work_on(
+    process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+) -> None:
+    while True:
+        try:
+            path = waiting.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            if not indices.known(path):
+                process.start()
+                try:
+                    indices.load(path, process.make)
+                except GpupipeError:  # says that the process could not: find out here why
+                    indices.load(path)
+            done.put((path, indices.load(path)))
+        except GpupipeError as error:
+            done.put((path, error))

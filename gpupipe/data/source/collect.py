@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from gpupipe.config import PathLike, SourceConfig
+from gpupipe.data.bytes import held, name
 from gpupipe.data.source.columns import reads_as_number
-from gpupipe.data.source.tables import TABLES, read_table, row_entry
+from gpupipe.data.source.patterns import expanded
+from gpupipe.data.source.shards import in_shards, is_shard
+from gpupipe.data.source.stores import videos_at
+from gpupipe.data.source.tables import TABLES, held_entry, read_table, row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
 Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
-"""A file, folder, glob pattern or table (.csv, .jsonl); a row (a mapping with path and columns); or a list of these."""
+"""A file, folder, pattern, table (.csv, .jsonl), shard (.tar) or URL; a row (a mapping with path and columns); or a list of
+these, in which the bytes of a video, or a binary file that holds them, may stand too."""
 
 
-_URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
 _NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".xlsx", ".npy", ".pkl")
 """Endings of files that people keep lists in."""
 
@@ -37,12 +41,18 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
     """
     if isinstance(videos, bytes):
         raise SourceError(f"videos={videos!r} is bytes", fix="give text: os.fsdecode(path)")
-    if isinstance(videos, str | os.PathLike | Mapping):
+    if isinstance(videos, str | os.PathLike | Mapping) or held.holds_bytes(videos):
         entries = _one(videos, config, must_exist=True)
     elif isinstance(videos, set | frozenset):
         raise SourceError("a set of videos has another order in each process", fix="give a list, say sorted(videos)")
     elif isinstance(videos, Iterable):
-        entries = [entry for item in videos for entry in _one(item, config, must_exist=False)]
+        entries = []
+        for are_shards, group in groupby(videos, _names_shard):
+            items = list(group)
+            if are_shards:
+                entries += in_shards([str(item) for item in items], config)
+            else:
+                entries += [entry for item in items for entry in _one(item, config, must_exist=False)]
     else:
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
     if not entries:
@@ -52,43 +62,79 @@ def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
     return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
 
 
+def _names_shard(item: Any) -> bool:
+    """Whether an item of a list is the name of one shard. Several of them are listed at a time."""
+    if not isinstance(item, str | os.PathLike):
+        return False
+    path = os.fspath(item)
+    if not isinstance(path, str) or not is_shard(path) or os.path.isdir(path):
+        return False
+    return path == glob.escape(path) and "{" not in path
+
+
 def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if isinstance(item, Mapping):
         return [row_entry(item, config.path_column, base=None, where="a row of videos")]
+    if held.holds_bytes(item):
+        return [held_entry(item, {})]
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
-    path = os.fspath(item)
+    path = name.plain(os.fspath(item))
     if not path:
         raise SourceError("a path in videos is empty", fix="leave it out, or write . for the working directory")
-    if _URL.match(path):
-        raise SourceError(f"{path} is a URL: gpupipe reads files", fix="download it, or mount what it names as a folder")
+    if name.member_of(path) is not None or path.startswith(name.HELD):
+        return [Entry(path)]
+    if name.scheme(path):
+        urls = [url for part in expanded(path) for url in videos_at(part, config, must_exist=must_exist)]
+        return _files(urls, config)
     if os.path.isdir(path):
         return _folder(path, config)
     if os.path.isfile(path):
+        if is_shard(path):
+            return in_shards([path], config)
         if path.lower().endswith(_NO_VIDEOS):
             raise SourceError(
                 f"{path} is neither a video nor a table that gpupipe reads",
                 fix=f"make it a {' or '.join(TABLES)} table with a column {config.path_column!r}, or pass a list of paths",
             )
         return read_table(path, config.path_column) if path.lower().endswith(TABLES) else [Entry(path)]
+    several = expanded(path)
+    if several != [path]:
+        return _files([found for part in several for found in _matches(part)], config)
     if glob.has_magic(path):
-        found = sorted(p for p in glob.glob(path, recursive=True) if os.path.isfile(p))
-        if not found:
-            raise SourceError(f"no file matches {path!r}", fix="check the pattern; ** descends into folders")
-        return [Entry(p) for p in found]
+        return _files(_matches(path), config)
     if must_exist and os.path.exists(path):
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
     if must_exist and os.path.lexists(path):
         raise SourceError(f"{path} is a link that leads nowhere, or in a circle", fix="mend it, or name the file itself")
-    if must_exist or path.lower().endswith(TABLES):
+    if must_exist or path.lower().endswith(TABLES) or is_shard(path):
         raise SourceError(f"{path} does not exist", fix="check the path; relative ones start at the working directory")
     return [Entry(path)]
+
+
+def _matches(pattern: str) -> list[str]:
+    """What a pattern stands for; without one, the path itself."""
+    if not glob.has_magic(pattern):
+        return [pattern]
+    found = sorted(p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p))
+    if not found:
+        raise SourceError(f"no file matches {pattern!r}", fix="check the pattern; ** descends into folders")
+    return found
+
+
+def _files(paths: list[str], config: SourceConfig) -> list[Entry]:
+    """Videos, and those of shards, in the order of the paths."""
+    entries: list[Entry] = []
+    for are_shards, group in groupby(paths, is_shard):
+        some = list(group)
+        entries += in_shards(some, config) if are_shards else [Entry(path) for path in some]
+    return entries
 
 
 def _folder(path: str, config: SourceConfig) -> list[Entry]:
     found: list[str] = []
     visited: set[str] = set()
-    extensions = tuple(extension.lower() for extension in config.extensions)
+    extensions = (*(extension.lower() for extension in config.extensions), ".tar")
     for folder, subfolders, files in os.walk(path, followlinks=True):
         real = os.path.realpath(folder)
         if real in visited or not config.recursive:  # links may lead around in a circle
@@ -102,7 +148,7 @@ def _folder(path: str, config: SourceConfig) -> list[Entry]:
             f"no videos in the folder {path} (looked for {', '.join(config.extensions)})",
             fix="check the folder, or set SourceConfig.extensions",
         )
-    return [Entry(p) for p in sorted(found)]
+    return _files(sorted(found), config)
 
 
 def class_names(entries: Sequence[Entry]) -> tuple[str, ...]:
@@ -116,14 +162,15 @@ def class_names(entries: Sequence[Entry]) -> tuple[str, ...]:
 
 def _class_of(entry: Entry) -> str:
     """The name of the folder that a video lies in: as its path has it, which may be a link's, or that of the folder itself."""
-    folder = Path(entry.path).parent
-    name = folder.name
-    if name in ("", os.pardir):
+    part = name.member_of(entry.path)
+    folder = Path(entry.path if part is None else part[1]).parent
+    own = folder.name
+    if own in ("", os.pardir) and part is None:
         with suppress(OSError):  # the working directory is no more
-            name = os.path.basename(os.path.realpath(folder))
-    if name in ("", os.pardir):
+            own = os.path.basename(os.path.realpath(folder))
+    if own in ("", os.pardir):
         raise SourceError(f"{entry.path} lies in no folder that has a name, as label_from='folder' needs", path=entry.path)
-    return name
+    return own
 
 
 def label_names(entries: Sequence[Entry], config: SourceConfig) -> tuple[str, ...]:

@@ -8,7 +8,9 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from gpupipe.errors import SourceError
+from gpupipe.data.bytes import held
+from gpupipe.data.bytes.name import join
+from gpupipe.errors import OpenError, SourceError
 from gpupipe.types import Entry
 
 TABLES = (".csv", ".jsonl", ".ndjson")
@@ -69,13 +71,28 @@ def row_entry(row: Mapping[str, Any], path_column: str, base: str | None, where:
         SourceError: when the row has no path.
     """
     path = row.get(path_column)
+    columns = {k: v for k, v in row.items() if k != path_column}
+    if held.holds_bytes(path):
+        return held_entry(path, columns)
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise SourceError(
             f"{where} has no {path_column!r}; its columns are {', '.join(map(str, row)) or 'none'}",
             fix="name the column of paths with SourceConfig.path_column",
         )
-    columns = {k: v for k, v in row.items() if k != path_column}
-    return Entry(os.path.join(base or "", os.fspath(path)), columns, where if base is not None else "")
+    return Entry(join(base or "", os.fspath(path)), columns, where if base is not None else "")
+
+
+def held_entry(video: Any, columns: Mapping[str, Any]) -> Entry:
+    """The entry of a video whose bytes are there, or in a binary file.
+
+    Raises:
+        SourceError: when the file cannot be read.
+    """
+    try:
+        kept = held.hold(video)
+    except OpenError as error:
+        raise SourceError(error.message, fix=error.fix) from error
+    return Entry(kept.name, columns, held=kept)
 
 
 def _parse(line: str, path: str, number: int) -> dict[str, Any]:

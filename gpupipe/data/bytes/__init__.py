@@ -1,0 +1,55 @@
+"""Where the bytes are: identity, size and range reads of videos, wherever they lie.
+
+A video is named by text: a path, a URL, a member of a shard (``SHARD.tar::MEMBER``), or bytes that the program holds. So what
+names it can go to another process, into an index and into an error.
+"""
+
+from __future__ import annotations
+
+from gpupipe.data.bytes import name
+from gpupipe.data.bytes.file import Identity, VideoFile
+from gpupipe.data.bytes.local import LocalFile
+from gpupipe.data.bytes.stream import ByteStream
+
+__all__ = ["ByteStream", "Identity", "LocalFile", "VideoFile", "for_ffmpeg", "open_file"]
+
+
+def open_file(path: str) -> VideoFile:
+    """Opens a video by its name.
+
+    Raises:
+        OpenError: when it is not there or may not be read.
+        DeviceError: when a package that the store needs is not there, or the process may open no more files.
+    """
+    if path.startswith(name.HELD):
+        from gpupipe.data.bytes import held
+
+        return held.open_held(path)
+    path = name.plain(path)
+    if name.member_of(path) is not None:
+        from gpupipe.data.bytes import shard
+
+        return shard.open_member(path)
+    if name.scheme(path):
+        from gpupipe.data.bytes import remote
+
+        return remote.RemoteFile(path)
+    return LocalFile(path)
+
+
+def for_ffmpeg(path: str) -> str | ByteStream:
+    """What FFmpeg opens for a video: a name that it can read by itself where there is one, as that costs no interpreter lock.
+
+    Raises:
+        As :func:`open_file`.
+    """
+    path = name.plain(path)
+    if name.is_local(path):
+        return path
+    part = name.member_of(path)
+    if part is not None and name.is_local(part[0]):
+        from gpupipe.data.bytes import shard
+
+        begin, size = shard.place(path)
+        return f"subfile,,start,{begin},end,{begin + size},,:{name.absolute(part[0])}"
+    return ByteStream(open_file(path))
