@@ -149,6 +149,15 @@ def test_paths_of_a_table_may_be_urls(tmp_path: Path) -> None:
     assert join("s3://bucket/set", "a.mp4") == "s3://bucket/set/a.mp4"
 
 
+def test_a_table_may_lie_in_a_store_itself(web: Store) -> None:
+    (web.folder / "t.csv").write_text("\ufeffpath,caption\nh264.mp4,ä\nsub/b.mp4,b\n", encoding="utf-8")
+    entries = collect(f"{web.url}/t.csv", CONFIG)
+    assert [entry.path for entry in entries] == [f"{web.url}/h264.mp4", f"{web.url}/sub/b.mp4"], "beside the table"
+    assert entries[0].columns == {"caption": "ä"}
+    with pytest.raises(SourceError, match=rf"cannot read the table {web.url}/none\.csv: .* does not exist"):
+        collect(f"{web.url}/none.csv", CONFIG)
+
+
 def test_bytes_are_right_wherever_a_range_begins_and_ends(web: Store) -> None:
     content, size = (web.folder / "bytes.bin").read_bytes(), blocks.BLOCK_BYTES
     file = open_file(f"{web.url}/bytes.bin")

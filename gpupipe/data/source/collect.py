@@ -85,6 +85,8 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if name.member_of(path) is not None or path.startswith(name.HELD):
         return [Entry(path)]
     if name.scheme(path):
+        if path.lower().endswith(TABLES):
+            return read_table(path, config.path_column)
         urls = [url for part in expanded(path) for url in videos_at(part, config, must_exist=must_exist)]
         return _files(urls, config)
     if os.path.isdir(path):

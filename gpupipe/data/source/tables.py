@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import IO, Any
 
-from gpupipe.data.bytes import held
-from gpupipe.data.bytes.name import join
+from gpupipe.data.bytes import ByteStream, held, open_file
+from gpupipe.data.bytes.name import join, scheme
 from gpupipe.errors import OpenError, SourceError
 from gpupipe.types import Entry
 
@@ -25,16 +26,24 @@ def read_table(path: str, path_column: str) -> list[Entry]:
     base = os.path.dirname(path)
     rows: list[tuple[int, dict[str, Any]]] = []
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with _opened(path) as file:
             if path.lower().endswith(".csv"):
                 rows = _csv_rows(csv.DictReader(file), path, path_column)
             else:
                 rows = [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
+    except OpenError as error:
+        raise SourceError(f"cannot read the table {path}: {error.message}", fix=error.fix) from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a UTF-8 table") from error
     if not rows:
         raise SourceError(f"the table {path} has no rows", fix=f"give a header with {path_column!r} and one row a video")
     return [row_entry(row, path_column, base, f"{path} line {number}") for number, row in rows]
+
+
+def _opened(path: str) -> IO[str]:
+    if not scheme(path):
+        return open(path, encoding="utf-8-sig", newline="")
+    return io.TextIOWrapper(io.BufferedReader(ByteStream(open_file(path))), encoding="utf-8-sig", newline="")
 
 
 def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
