@@ -10,9 +10,10 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import fsspec
+import fsspec.asyn
 import pytest
 import torch
 from stores import Store, served
@@ -212,6 +213,54 @@ def test_read_ahead_asks_for_the_ranges_of_a_plan(web: Store, monkeypatch: pytes
     assert len(web.gets) == 1
     prepared = ahead.take(request)
     assert prepared is None or prepared.index.identity.path == url
+
+
+class Shelf(fsspec.asyn.AsyncFileSystem):
+    """A store with coroutines whose ``cat_file`` has a further parameter in front of the range, as that of s3fs has."""
+
+    protocol = "shelf"
+    content: ClassVar[dict[str, bytes]] = {}
+
+    async def _info(self, path: str, **_: Any) -> dict[str, Any]:
+        if path not in self.content:
+            raise FileNotFoundError(path)
+        return {"name": path, "size": len(self.content[path]), "type": "file", "LastModified": "today"}
+
+    async def _cat_file(
+        self, path: str, version_id: str | None = None, start: int | None = None, end: int | None = None
+    ) -> bytes:
+        assert version_id is None
+        return self.content[path][start:end]
+
+
+def test_a_store_is_asked_by_the_names_of_its_parameters(clips: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec.register_implementation("shelf", Shelf, clobber=True)
+    monkeypatch.setitem(Shelf.content, "a/clip.mp4", clips["h264"].read_bytes())
+    with VideoReader("shelf://a/clip.mp4", device="cpu") as ours, VideoReader(clips["h264"], device="cpu") as plain:
+        assert torch.equal(ours.frames([7, 59]), plain.frames([7, 59]))
+        assert ours._index.identity.tag == "today", "the time of change tells versions apart where there is no etag"
+
+
+def test_remote_videos_are_read_ahead_unless_told_otherwise(web: Store, clips: dict[str, Path]) -> None:
+    far, near = f"{web.url}/h264.mp4", clips["vp9"]
+    for videos, chosen, ahead in (([near, far], {}, 32), ([near, near], {}, 0), ([far, far], {"read_ahead": 0}, 0)):
+        with VideoLoader(videos, **OPTIONS, cache=chosen) as loader:
+            assert loader._job.read_ahead == ahead
+
+
+def test_one_look_serves_all_who_ask_at_once(web: Store) -> None:
+    """Threads and the read-ahead want to know the version of one video at a time: the store is asked once."""
+    url = f"{web.url}/h264.mp4"
+    remote.look_ahead(url)
+    found: list[Identity] = []
+    threads = [threading.Thread(target=lambda: found.append(Identity.of(url))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(found)) == 1
+    assert len(found) == 8
+    assert [method for method, _, _ in web.requests] == ["HEAD"]
 
 
 @pytest.mark.parametrize("failure", ["reset", "truncate", "500", "429"])

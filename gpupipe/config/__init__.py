@@ -191,7 +191,8 @@ class JitterConfig(StageConfig):
 
 
 class CacheConfig(StageConfig):
-    """What is kept for later epochs and fetched ahead of need. All of it is off unless asked for; none changes a pixel."""
+    """What is kept for later epochs and fetched ahead of need. For local files all of it is off unless asked for; none changes
+    a pixel."""
 
     example: ClassVar[str] = '{"clips": "device", "clips_gib": 4}'
 
@@ -206,10 +207,11 @@ class CacheConfig(StageConfig):
     open_files: Annotated[int, Field(ge=0, le=65536)] = 0
     """Video files kept open, the least recently used closed first; at most a quarter of what the process may open. For network
     file systems: on a local disk opening a file costs a few microseconds."""
-    read_ahead: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Visits to videos whose bytes are asked for before their turn: of the kernel, or of the store that they are in. For stores
-    far away, disks that are slow to answer and sets larger than the page cache. Where the kernel takes no such hints, as it
-    does on Linux, visits to local files are only planned ahead."""
+    read_ahead: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
+    """Visits to videos whose bytes are asked for before their turn: of the kernel, or of the store that they are in. ``auto``:
+    32 where any video lies in a store far away, else 0. A number also helps with disks that are slow to answer and sets larger
+    than the page cache. Where the kernel takes no such hints, as it does on Linux, visits to local files are only planned
+    ahead."""
 
     @field_validator("clips", mode="before")
     @classmethod

@@ -53,6 +53,8 @@ class Job:
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""
     files: OpenFiles = UNKEPT
+    read_ahead: int = 0
+    """Visits whose bytes are asked for before their turn."""
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck, or visits took too long: not tried again."""

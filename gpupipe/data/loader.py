@@ -33,6 +33,7 @@ from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
+from gpupipe.data.prepare import far_ahead
 from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
 from gpupipe.data.source import Videos, class_names, collect, column_kinds, label_names, number_labels, start_frame
@@ -156,6 +157,7 @@ class VideoLoader:
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
+            read_ahead=far_ahead(self.config.cache, entries),
         )
         if stream is not None:
             threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()

@@ -112,7 +112,7 @@ class Pipeline:
             job.file_of,
             job.files,
             lambda prepared: job.kept(prepared) is None,
-            job.config.cache.read_ahead,
+            job.read_ahead,
             job.config.transform.crops,
         )
         _running.add(self)

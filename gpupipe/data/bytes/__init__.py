@@ -6,12 +6,15 @@ names it can go to another process, into an index and into an error.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from gpupipe.data.bytes import name
 from gpupipe.data.bytes.file import Identity, VideoFile
 from gpupipe.data.bytes.local import LocalFile
 from gpupipe.data.bytes.stream import ByteStream
+from gpupipe.errors import GpupipeError
 
-__all__ = ["ByteStream", "Identity", "LocalFile", "VideoFile", "for_ffmpeg", "open_file"]
+__all__ = ["ByteStream", "Identity", "LocalFile", "VideoFile", "for_ffmpeg", "look_ahead", "open_file"]
 
 
 def open_file(path: str) -> VideoFile:
@@ -35,6 +38,19 @@ def open_file(path: str) -> VideoFile:
 
         return remote.RemoteFile(path)
     return LocalFile(path)
+
+
+def look_ahead(path: str) -> bool:
+    """Begins to ask for the identity of a video in a store far away. Returns whether it lies in one."""
+    part = name.member_of(path)
+    url = path if part is None else part[0]
+    if not name.is_remote(url):
+        return False
+    from gpupipe.data.bytes import remote
+
+    with suppress(GpupipeError):
+        remote.look_ahead(url)
+    return True
 
 
 def for_ffmpeg(path: str) -> str | ByteStream:

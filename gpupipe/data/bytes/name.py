@@ -34,6 +34,11 @@ def is_local(name: str) -> bool:
     return not scheme(name) and member_of(name) is None
 
 
+def is_remote(name: str) -> bool:
+    """True for what lies in a store far away, members of shards there included."""
+    return scheme(plain(name)) not in ("", HELD.removesuffix("://"))
+
+
 def join(folder: str, name: str) -> str:
     """A name that is relative to a folder, as it is from anywhere. URLs and paths from the root stay as they are."""
     name = plain(name)

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -29,6 +30,7 @@ from gpupipe.telemetry import log
 
 T = TypeVar("T")
 _Future = concurrent.futures.Future[dict[int, bytes]]
+_Look = concurrent.futures.Future[dict[str, Any]]
 
 _RANGE_BLOCKS = 16
 """Blocks of one request, at most."""
@@ -56,6 +58,7 @@ class _Shared:
         self.lock = threading.Lock()
         self.systems: dict[str, Any] = {}
         self.known: OrderedDict[str, tuple[Identity, float]] = OrderedDict()
+        self.looks: dict[str, _Look] = {}
         self.flying: dict[tuple[Identity, int], _Future] = {}
         self.blocks = Blocks()
         self.permits: asyncio.Semaphore | None = None
@@ -117,23 +120,55 @@ def listing(url: str, how: str, *arguments: Any) -> Any:
 
 def identity(url: str) -> Identity:
     """The identity of a remote video: as it is now, or as it was within the last seconds. Raises as :func:`listing`."""
+    found = _known(url)
+    return found if found is not None else _identity(url, _result(url, _look(url)))
+
+
+def look_ahead(url: str) -> None:
+    """Begins to ask for the identity of a video, unless it is known. A failure is left for a later look to meet."""
+    if _known(url) is None:
+        _look(url)
+
+
+def _known(url: str) -> Identity | None:
     with _shared.lock:
         found = _shared.known.get(url)
-    if found is not None and time.monotonic() - found[1] < _TRUSTED_SECONDS:
-        return found[0]
-    told = listing(url, "info")
+    return found[0] if found is not None and time.monotonic() - found[1] < _TRUSTED_SECONDS else None
+
+
+def _look(url: str) -> _Look:
+    """The question for a video's identity that is under way, or a new one."""
+    fs, path = system(url)
+    with _shared.lock:
+        future = _shared.looks.get(url)
+        if future is not None:
+            return future
+        future = asyncio.run_coroutine_threadsafe(_patiently(lambda: _ask(fs, "info", path)), _loop(fs))
+        _shared.looks[url] = future
+    future.add_done_callback(partial(_looked, url))
+    return future
+
+
+def _looked(url: str, future: _Look) -> None:
+    with _shared.lock:
+        _shared.looks.pop(url, None)
+    if not future.cancelled() and future.exception() is None:
+        with suppress(OpenError):
+            found = _identity(url, future.result())
+            with _shared.lock:
+                _shared.known[url] = found, time.monotonic()
+                _shared.known.move_to_end(url)
+                while len(_shared.known) > _KNOWN:
+                    _shared.known.popitem(last=False)
+
+
+def _identity(url: str, told: dict[str, Any]) -> Identity:
     if told.get("type") == "directory":
         raise OpenError(f"{url} is a folder, not a video", fix="name a file, or give a folder to VideoLoader", path=url)
     if told.get("size") is None:
         raise OpenError(f"{url} has no size that the server tells, so parts of it cannot be read", fix="download it", path=url)
     tag = next((str(told[key]) for key in (*_TAGS, *_TIMES) if told.get(key)), "")
-    now = Identity(url, int(told["size"]), 0, tag)
-    with _shared.lock:
-        _shared.known[url] = now, time.monotonic()
-        _shared.known.move_to_end(url)
-        while len(_shared.known) > _KNOWN:
-            _shared.known.popitem(last=False)
-    return now
+    return Identity(url, int(told["size"]), 0, tag)
 
 
 class RemoteFile:
@@ -220,7 +255,7 @@ class RemoteFile:
                 options["headers"]["If-Match"] = self._identity.tag
 
         async def ask() -> bytes:
-            data: bytes = await _ask(self._system, "cat_file", self._name, begin, end, **options)
+            data: bytes = await _ask(self._system, "cat_file", self._name, start=begin, end=end, **options)
             if len(data) > end - begin:
                 raise OpenError(
                     f"{self.path} is not served in ranges: {len(data)} bytes came for {end - begin}",
