@@ -25,6 +25,7 @@ from gpupipe.cli.probe import ProbeConfig, probe
 from gpupipe.config import ClipConfig, SourceConfig
 from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity, blocks, open_file, remote, settings
+from gpupipe.data.bytes import store as far
 from gpupipe.data.bytes.name import join
 from gpupipe.data.bytes.remote import RemoteFile
 from gpupipe.data.decode import DecodeProcess
@@ -47,9 +48,9 @@ OPTIONS: dict[str, Any] = {"clip": {"frames": 4}, "transform": {"size": 32}, "ba
 @pytest.fixture(autouse=True)
 def fresh(fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is known of any store, and failures are tried again at once."""
-    monkeypatch.setattr(remote, "_shared", remote._Shared())
+    forget(monkeypatch)
     monkeypatch.setattr(settings, "_current", settings.Remote(attempts=3, timeout_seconds=20))
-    monkeypatch.setattr(remote, "_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(far, "_PAUSE_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -66,7 +67,8 @@ def web(clips: dict[str, Path], tmp_path: Path) -> Iterator[Store]:
 
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(remote, "_shared", remote._Shared())
+    for room in (far, remote):
+        monkeypatch.setattr(room, "_shared", room._Shared())
 
 
 @pytest.mark.parametrize("name", ["h264.mp4", "vp9.webm", "mpeg4.avi", "hevc.mp4"])

@@ -38,6 +38,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._counting = threading.Lock()
         self._memory: OrderedDict[tuple[Identity, int], bytes] = OrderedDict()
         self._memory_bytes = 0
         self._counted: Path | None = None
@@ -49,15 +50,20 @@ class Blocks:
 
     def get(self, identity: Identity, number: int) -> bytes | None:
         """The block, or None."""
+        data = self.recent(identity, number)
+        if data is None:
+            data = self._read(self._file(identity, number))
+            if data is not None:
+                self._remember((identity, number), data)
+        return data
+
+    def recent(self, identity: Identity, number: int) -> bytes | None:
+        """The block where it is in memory, or None."""
         key = (identity, number)
         with self._lock:
             data = self._memory.get(key)
             if data is not None:
                 self._memory.move_to_end(key)
-                return data
-        data = self._read(self._file(identity, number))
-        if data is not None:
-            self._remember(key, data)
         return data
 
     def put(self, identity: Identity, number: int, data: bytes) -> None:
@@ -102,14 +108,20 @@ class Blocks:
         return data
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Whether a block may be written; it then counts as written."""
+        """Whether a block may be written; it then counts as written. While one thread counts the folder, nobody writes."""
         bound, folder, now = int(settings.current().cache_gib * 2**30), disk.cache_dir(), time.monotonic()
-        with self._lock:
-            if not bound or (folder == self._counted and now < self._full_until):
+        if not bound or (folder == self._counted and now < self._full_until):
+            return False
+        if folder != self._counted or self._written > bound // _SHARE or self._there + size_bytes > bound:
+            if not self._counting.acquire(blocking=False):
                 return False
-            if folder != self._counted or self._written > bound // _SHARE or self._there + size_bytes > bound:
-                self._counted, self._written = folder, 0
-                self._there = _tidied(bound - size_bytes)
+            try:
+                there = _tidied(bound - size_bytes)
+            finally:
+                self._counting.release()
+            with self._lock:
+                self._counted, self._there, self._written = folder, there, 0
+        with self._lock:
             if self._there + size_bytes > bound:
                 self._full_until = now + _FULL_SECONDS
                 return False

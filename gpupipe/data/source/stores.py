@@ -6,7 +6,7 @@ import glob
 from collections.abc import Iterable
 
 from gpupipe.config import SourceConfig
-from gpupipe.data.bytes import name, remote
+from gpupipe.data.bytes import name, store
 from gpupipe.errors import OpenError, SourceError
 
 
@@ -21,11 +21,11 @@ def videos_at(url: str, config: SourceConfig, *, must_exist: bool) -> list[str]:
     """
     try:
         if _has_magic(url):
-            found = _urls(url, remote.listing(url, "glob"))
+            found = _urls(url, store.listing(url, "glob"))
             if not found:
                 raise SourceError(f"no file matches {url!r}", fix="check the pattern; ** descends into folders")
             return found
-        if url.endswith("/") or (must_exist and remote.listing(url, "info").get("type") == "directory"):
+        if url.endswith("/") or (must_exist and store.listing(url, "info").get("type") == "directory"):
             return _folder(url, config)
     except OpenError as error:
         raise SourceError(error.message, fix=error.fix, path=error.path) from error
@@ -40,7 +40,7 @@ def _has_magic(url: str) -> bool:
 def _folder(url: str, config: SourceConfig) -> list[str]:
     depth = () if config.recursive else (1,)
     endings = (*(ending.lower() for ending in config.extensions), ".tar")
-    found = [file for file in _urls(url, remote.listing(url, "find", *depth)) if file.lower().endswith(endings)]
+    found = [file for file in _urls(url, store.listing(url, "find", *depth)) if file.lower().endswith(endings)]
     if not found:
         raise SourceError(
             f"no videos in the folder {url} (looked for {', '.join(config.extensions)})",
@@ -51,5 +51,5 @@ def _folder(url: str, config: SourceConfig) -> list[str]:
 
 def _urls(url: str, paths: Iterable[str]) -> list[str]:
     """What a file system calls its files, as URLs."""
-    fs, _ = remote.system(url)
+    fs, _ = store.system(url)
     return sorted(path if name.scheme(path) else str(fs.unstrip_protocol(path)) for path in paths)
