@@ -227,9 +227,10 @@ class RemoteConfig(StageConfig):
     example: ClassVar[str] = '{"cache_gib": 100}'
 
     cache_gib: Annotated[float, Field(ge=0, le=1 << 20)] | None = None
-    """Bound on the blocks of remote videos in the folder ``GPUPIPE_CACHE``, in GiB; None: 8. 0 keeps none on disk. What came
-    first stays, and what nobody has used for a day makes room. All processes of a machine share the folder; each of them may
-    pass the bound by a thirtieth of it."""
+    """Bound on the blocks of remote videos in the folder ``GPUPIPE_CACHE``, in GiB; None: 8. 0 keeps none on disk: then
+    processes that decode fetch for themselves what was read ahead. What came first stays, and what nobody has used for a day
+    makes room. All processes of a machine share the folder; each of them may pass the bound by a thirtieth of it. Beside that
+    a process keeps the last 256 MiB in memory."""
     attempts: Annotated[int, Field(ge=1, le=100)] | None = None
     """How often a request is made before its failure counts, with pauses that grow up to 5 s; None: 5."""
     timeout_seconds: Annotated[float, Field(gt=0)] | None = None

@@ -27,12 +27,13 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
     """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
+    leaving = threading.Event()
     unique = list(dict.fromkeys(paths))
     for path in unique:
         waiting.put(path)
     workers = [ScanProcess() for _ in range(min(processes, len(unique)))]
     threads = [
-        threading.Thread(target=_work, args=(worker, waiting, done), name=f"gpupipe-index-{number}", daemon=True)
+        threading.Thread(target=_work, args=(worker, waiting, done, leaving), name=f"gpupipe-index-{number}", daemon=True)
         for number, worker in enumerate(workers)
     ]
     try:
@@ -44,6 +45,7 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
                 raise outcome
             yield outcome
     finally:
+        leaving.set()
         with suppress(queue.Empty):
             while True:
                 waiting.get_nowait()
@@ -55,10 +57,13 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
 
 
 def _work(
-    process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+    process: ScanProcess,
+    waiting: queue.SimpleQueue[str],
+    done: queue.SimpleQueue[tuple[str, Outcome] | BaseException],
+    leaving: threading.Event,
 ) -> None:
     try:
-        with stoppable(lambda: process.ended):
+        with stoppable(leaving.is_set):
             _work_on(process, waiting, done)
     except BaseException as error:  # crosses to the caller, who raises it
         done.put(error)
