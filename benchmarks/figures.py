@@ -1,4 +1,4 @@
-"""Writes the figures of README.md and docs/conformance.md from the committed results, between two markers in each.
+"""Writes the figures of README.md and of pages in docs/ from the committed results, between two markers in each.
 
 python benchmarks/figures.py            # rewrites them
 python benchmarks/figures.py --check    # exits with 1 when one of them is not what the results say
@@ -17,6 +17,9 @@ from common import RESULTS
 
 README = RESULTS.parent.parent / "README.md"
 CONFORMANCE = README.parent / "docs" / "conformance.md"
+CONCEPTS = README.parent / "docs" / "concepts.md"
+ELSEWHERE = ("conformance", "jitter")
+"""Benchmarks whose tables are on pages of their own."""
 _LONGEST = 60
 """Characters of an error in a table."""
 LEFT_OUT = ("first_batch_ms", "cpu_ms_per_clip")
@@ -74,7 +77,7 @@ def section(folder: Path = RESULTS) -> str:
     parts = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        lines = compare(data["rows"]) if data["benchmark"] != "conformance" else []
+        lines = compare(data["rows"]) if data["benchmark"] not in ELSEWHERE else []
         if not lines:
             continue
         facts = facts_of(data)
@@ -115,6 +118,24 @@ def _conformance_table(name: str, data: dict[str, Any]) -> str:
     return f"`benchmarks/results/{name}`, {data['created'][:10]}; {facts_of(data)}\n\n" + "\n".join(lines)
 
 
+def jitter(folder: Path = RESULTS) -> str:
+    """The table of docs/concepts.md: what each depth of the buffer comes to, gpupipe's own first."""
+    paths = sorted(folder.glob("jitter--*.json"))
+    parts = [_jitter_table(path.name, json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return "\n\n".join(parts) + "\n" if parts else "No results are committed yet.\n"
+
+
+def _jitter_table(name: str, data: dict[str, Any]) -> str:
+    rows = {(row["case"], row["metric"], row["subject"]): row for row in data["rows"]}
+    subjects = list(dict.fromkeys(row["subject"] for row in data["rows"]))
+    lines = [f"| case | metric | {' | '.join(subjects)} |", "|---|---" + "|---" * len(subjects) + "|"]
+    for case, metric in dict.fromkeys((row["case"], row["metric"]) for row in data["rows"]):
+        cells = (cell(rows.get((case, metric, subject))) for subject in subjects)
+        lines.append(f"| {case} | {metric} | {' | '.join(cells)} |")
+    head = f"`benchmarks/results/{name}`, {data['created'][:10]}; {facts_of(data)}"
+    return f"{head}\n\n" + "\n".join(lines) + "\n\nMedian (lowest–highest) of the runs; for all of them less is better."
+
+
 def _answer(rows: dict[tuple[str, str, str], dict[str, Any]], case: str, subject: str) -> str:
     row = rows.get((case, subject, "read_right"))
     if row is None:
@@ -124,6 +145,11 @@ def _answer(rows: dict[tuple[str, str, str], dict[str, Any]], case: str, subject
         return f"no: {error if len(error) <= _LONGEST else error[:_LONGEST] + '…'}"
     by = rows.get((case, subject, "by_nvdec"))
     return "yes" if by is None else "yes, NVDEC" if by["value"] else "yes, CPU"
+
+
+def pages() -> list[tuple[Path, str]]:
+    """Each page with the text that belongs between its markers."""
+    return [(README, section()), (CONFORMANCE, conformance()), (CONCEPTS, jitter())]
 
 
 def rewritten(readme: str, text: str) -> str:
@@ -144,7 +170,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a page is out of step")
     options = parser.parse_args()
     stale = 0
-    for page, text in ((README, section()), (CONFORMANCE, conformance())):
+    for page, text in pages():
         old = page.read_text(encoding="utf-8")
         new = rewritten(old, text)
         if new == old:

@@ -100,6 +100,12 @@ class SyncError(GpupipeError):
     code = "TT_ERR_SYNC"
 
 
+class StarvedError(GpupipeError, TimeoutError):
+    """No batch came within ``timeout_seconds``; the stage that the threads are in is named."""
+
+    code = "TT_ERR_STARVED"
+
+
 class ClosedError(GpupipeError):
     """A loader or an iterator was used after it was closed or replaced by a newer one."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,6 +185,13 @@ def copy_samples(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bo
         target.copy_(source, non_blocking=non_blocking)
 
 
+class Named(Protocol):
+    """What has a name that a video may be opened by, for as long as it lives."""
+
+    @property
+    def name(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One video of the source with the columns of its row."""
@@ -193,8 +200,11 @@ class Entry:
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = field(default="", compare=False)
     """The table and line that it comes from; empty without a table."""
-    held: object = field(default=None, compare=False, repr=False)
-    """What keeps the bytes that ``path`` names, where the program has them itself: see ``gpupipe.data.bytes.held.hold``."""
+    part: int = field(default=0, compare=False)
+    """Which item of the list of videos it comes from, from 0."""
+    held: Named | None = field(default=None, compare=False, repr=False)
+    """What keeps its bytes, where the program has them itself, and names them; ``path`` is then what people call the video.
+    See ``gpupipe.data.bytes.held.hold``."""
 
     @property
     def named(self) -> str:
@@ -214,6 +224,8 @@ class ClipRequest:
     """Position of the video in the source."""
     attempt: int = 0
     """0 for the sample itself, n for its n-th substitute."""
+    shape: tuple[int, int, int] | None = None
+    """(frames, height, width) of its clips, where a loader's clips have several shapes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,7 +293,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
 
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
     ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one, or (B, classes) float32 where
-    ``mix`` is asked for; further numeric columns as asked for, int64 or float64.
+    ``mix`` is asked for; further columns of numbers as asked for, (B,) int64 or float64, and of arrays, (B, …) int64, float32
+    or float64; and what ``tokenize`` makes of text.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with
@@ -292,6 +305,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         mix: how the clips were mixed, where they are.
         substituted: paths that could not be used, one for each time that another sample stood in. ``clips[k].request.attempt``
             tells which slots have stand-ins: 0 is the sample itself.
+        state: what ``state_dict()`` of the loader gives once this batch is the last one received: for trainers that ask for
+            a batch before they have used the one before it. Empty in a batch that no loader made.
     """
 
     def __init__(
@@ -304,6 +319,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         index: int = 0,
         mix: MixParams | None = None,
         substituted: tuple[str, ...] = (),
+        state: Mapping[str, Any] | None = None,
     ) -> None:
         for name, tensor in tensors.items():
             assert not clips or tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
@@ -314,6 +330,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         self.index = index
         self.mix = mix
         self.substituted = substituted
+        self.state = dict(state or {})
 
     @property
     def paths(self) -> list[str]:
@@ -340,6 +357,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
             index=self.index,
             mix=self.mix,
             substituted=self.substituted,
+            state=self.state,
         )
 
     def __getitem__(self, key: str) -> torch.Tensor:

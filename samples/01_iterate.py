@@ -22,7 +22,7 @@ def main() -> None:
         options.videos if len(options.videos) > 1 else options.videos[0],
         clip={"frames": 16, "fps": 10},  # 16 frames, a tenth of a second apart, from a random start
         transform={"size": 112},  # random crop and flip, ImageNet's mean and deviation, bfloat16
-        batch={"size": 4, "drop_last": False},
+        batch={"size": 4, "last": "partial"},
         device=options.device,
         seed=0,
     )

@@ -31,7 +31,7 @@ def main() -> None:
         options.data / "val.csv",
         clip=clip,
         transform={**transform, "crop": "none"},
-        batch={"size": 32, "drop_last": False},
+        batch={"size": 32, "last": "partial"},
         device=options.device,
         shuffle=False,
     )

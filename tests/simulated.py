@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from gpupipe.data.decode import Decoder, Helping, Schedule
+from gpupipe.data.depth import DepthControl
 from gpupipe.data.jitter import JitterBuffer
 from gpupipe.telemetry import Telemetry
 
@@ -42,6 +43,8 @@ class Machine:
     """What the consumer does with a batch before it takes the next."""
     batch: int = 8
     depth: int = 4
+    control: DepthControl | None = None
+    """Sets the depth in its place."""
     further: int = 26
     in_order: bool = True
     seed: int = 0
@@ -60,13 +63,16 @@ class Machine:
     def run(self, clips: list[Clip], helping: Helping | None = None) -> float:
         """Delivers all clips of an epoch; the seconds that took. ``helping`` must have this machine's :meth:`clock`."""
         start = self._now
-        jitter: JitterBuffer[int] = JitterBuffer(self.depth, Telemetry(), lambda: schedule.room(), in_order=self.in_order)
+        control = self.control or DepthControl.fixed(self.depth)
+        jitter: JitterBuffer[int] = JitterBuffer(
+            control, Telemetry(), lambda: schedule.room(), in_order=self.in_order, clock=self.clock
+        )
         jitter.finish(math.ceil(len(clips) / self.batch))
         left = {number: len(clips[number * self.batch : (number + 1) * self.batch]) for number in range(len(clips))}
 
         def tasks() -> Generator[Clip | None]:
             for first in range(0, len(clips), self.batch):
-                while jitter.reserve(self.further if schedule.far else 0) is None:
+                while jitter.reserve(self.further if schedule.far else None) is None:
                     yield None
                 yield from clips[first : first + self.batch]
 
@@ -75,9 +81,9 @@ class Machine:
             lambda clip: clip,
             hardware=self.engines,
             helping=helping,
-            window=self.depth * self.batch,
+            window=control.lowest * self.batch,
             further=self.further * self.batch,
-            reach=lambda: (jitter.taken + self.depth) * self.batch,
+            reach=lambda: jitter.reach * self.batch,
             behind=lambda: jitter.behind,
         )
         events: list[tuple[float, int, Callable[[], None]]] = []
@@ -139,6 +145,7 @@ class Machine:
                 return False
             spread = random.Random(f"{self.seed} {decoder} {clip.number}").uniform(0.7, 1.3)  # so that two runs compare
             if decoder == "nvdec":
+                jitter.begin(clip.number // self.batch)
                 slowed = max(0.1, 1 - self.drag * busy)
                 after(clip.cost * spread * self.engines / (self.rate * slowed), lambda: hardware_done(clip, place))
             else:

@@ -120,7 +120,7 @@ def test_figures_replace_only_what_lies_between_the_markers() -> None:
 
 
 def test_the_pages_are_in_step_with_the_results() -> None:
-    for page, text in ((figures.README, figures.section()), (figures.CONFORMANCE, figures.conformance())):
+    for page, text in figures.pages():
         assert (old := page.read_text(encoding="utf-8")) == figures.rewritten(old, text), page.name
 
 
@@ -134,6 +134,21 @@ def test_conformance_tables_say_who_decoded_and_why_not(tmp_path: Path) -> None:
     assert "| **all** | 1 of 1 | 0 of 1 |" in text
     assert "| a | yes, NVDEC | no: Error: [a.mp4] / has no frames |" in text
     assert figures.section(tmp_path) == "No results are committed yet.\n"
+
+
+def test_the_table_of_the_buffers_depth_has_all_subjects_side_by_side(tmp_path: Path) -> None:
+    rows = [
+        common.summarise("slow-disk", "gpupipe", "stalls", [2.0, 0.0, 1.0], "lower"),
+        common.summarise("slow-disk", "queue-2", "stalls", [20.0], "lower"),
+        common.failed("slow-disk", "queue-16", "stalls", "out of memory", "lower"),
+        common.summarise("steady", "gpupipe", "stalls", [0.0], "lower"),
+    ]
+    common.write_results("jitter", rows, {"gpu": None}, tmp_path)
+    text = figures.jitter(tmp_path)
+    assert "| case | metric | gpupipe | queue-2 | queue-16 |" in text
+    assert "| slow-disk | stalls | 1.00 (0.00–2.00) | 20.0 (20.0–20.0) | failed |" in text
+    assert "| steady | stalls | 0.00 (0.00–0.00) | – | – |" in text
+    assert figures.section(tmp_path) == "No results are committed yet.\n", "nothing to divide there"
 
 
 def test_committed_results_keep_the_form() -> None:
@@ -216,6 +231,7 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
     [
         ("bench_transform", ["--quick"]),
         ("bench_beside", ["--quick"]),
+        ("bench_jitter", ["--quick"]),
         ("bench_ops", ["--quick"]),
         ("bench_block", ["--quick"]),
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gpupipe.data.decode.cpu import decode
 from gpupipe.data.plan import make_plan
 from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.data.source import collect
+from gpupipe.device.doing import doing
 from gpupipe.errors import OpenError, SourceError
 
 OPTIONS: dict[str, Any] = {"clip": {"frames": 4}, "transform": {"size": 32}, "batch": 2, "device": "cpu", "shuffle": False}
@@ -69,7 +71,7 @@ def test_other_bytes_are_another_video(clips: dict[str, Path], monkeypatch: pyte
     video = held.hold(lambda: clips[next(names)].read_bytes(), "changing")
     monkeypatch.setattr(held, "_MOST_BYTES", 0)
     before = Identity.of(video.name)
-    keep = held.hold(b"pushes the other out")
+    keep = held.hold(lambda: b"pushes the other out", "other")
     Identity.of(keep.name)
     assert Identity.of(video.name) != before
     Identity.of(keep.name)
@@ -97,6 +99,49 @@ def test_a_name_lives_as_long_as_what_keeps_it(clips: dict[str, Path]) -> None:
     assert name not in held._fetched, "nor does it keep the bytes"
     with pytest.raises(OpenError, match=f"{name} is held no more"):
         Identity.of(name)
+
+
+def test_the_same_bytes_are_one_video(clips: dict[str, Path]) -> None:
+    """Else a state or an index would depend on which loaders are alive, and a pickle would double them."""
+    data = clips["h264"].read_bytes()
+    video = held.hold(data)
+    assert held.hold(bytearray(data)) is video
+    assert held.hold(video) is video
+    assert pickle.loads(pickle.dumps(video)) is video
+    mine = held.hold(data, "mine")
+    other, again = held.hold(b"other", "mine"), held.hold(lambda: data, "mine", like=data)
+    assert (mine.name, other.name, again.name) == ("held://mine", "held://mine~2", "held://mine")
+    del mine
+    with open_file(again.name) as file:
+        assert file.read(0, 64) == data[:64], "the other one still has it"
+
+
+def test_a_video_that_was_given_before_is_known_without_a_call(clips: dict[str, Path]) -> None:
+    answers = [clips["vp9"].read_bytes()]
+    video = held.hold(lambda: answers.pop(), "known", like=clips["h264"].read_bytes())
+    assert Identity.of(video.name).size_bytes == clips["h264"].stat().st_size
+    assert len(answers) == 1
+    with pytest.raises(OpenError, match="held://known gives other bytes than before"):
+        indices.load(video.name)
+
+
+def test_a_held_video_that_hangs_is_named() -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    def fetch() -> bytes:
+        asked.set()
+        go_on.wait(60)
+        return b"x"
+
+    video = held.hold(fetch, "slow")
+    thread = threading.Thread(target=Identity.of, args=(video.name,))
+    thread.start()
+    assert asked.wait(60)
+    at = doing(thread)
+    go_on.set()
+    thread.join()
+    assert at is not None
+    assert at[:2] == ("bytes", "held://slow")
 
 
 def test_what_gives_no_bytes_is_named() -> None:

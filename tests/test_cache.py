@@ -31,7 +31,7 @@ OPTIONS: dict[str, Any] = {
     "clip": {"frames": 4, "sampling": "uniform"},
     "transform": {"size": (24, 32), "dtype": "float32"},
     "device": "cpu",
-    "batch": {"size": 4, "drop_last": False},
+    "batch": {"size": 4, "last": "partial"},
     "decode": {"threads": 3},
 }
 KEPT = {"cache": {"clips": "pinned", "clips_gib": 0.5}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -196,6 +197,17 @@ def test_bench_measures_a_loaders_own_settings(run, folder: Path, tmp_path: Path
     assert "cpu_workers" in run("bench", folder, "--cpu-workers", "many").err
 
 
+def test_bench_shows_the_stages_at_work(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run("bench", folder, "--clips", "8", *SMALL, "--live", "--json")
+    assert "measuring" not in result.err, "one picture of the run at a time"
+    assert "batches" in result.err.splitlines()[-1]
+    assert "busy: " in result.err
+    report = json.loads(result.out)
+    assert "training loop" in report["measured"]["limit"]
+    shown = run("bench", folder, "--clips", "8", *SMALL)
+    assert any(row.startswith("limit ") and "training loop" in row for row in shown.out.splitlines())
+
+
 def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
     (folder / "bad.mp4").write_bytes(b"")
     result = run("bench", folder, "--clips", "8", *SMALL)
@@ -336,7 +348,9 @@ def test_leaving_fill_early_ends_its_processes(clips: dict[str, Path], fresh_cac
     outcomes = fill([str(path) for path in clips.values()], 2)
     next(outcomes)
     outcomes.close()
-    assert not [child for child in psutil.Process().children() if "gpupipe.data.scan.worker" in child.cmdline()]
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.NoSuchProcess):  # one of another test's has ended meanwhile
+            assert "gpupipe.data.scan.worker" not in child.cmdline()
 
 
 def test_probe_states_the_cost_of_clips(clips: dict[str, Path]) -> None:

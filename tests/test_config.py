@@ -37,7 +37,7 @@ from gpupipe.errors import ConfigError
     [
         (ClipConfig, {"frmes": 8}, "frmes", "frames"),
         (TransformConfig, {"sze": 224}, "sze", "size"),
-        (BatchConfig, {"drop_lst": True}, "drop_lst", "drop_last"),
+        (BatchConfig, {"lst": "drop"}, "lst", "last"),
         (DecodeConfig, {"thread": 2}, "thread", "threads"),
         (JitterConfig, {"deph": 2}, "deph", "depth"),
         (SourceConfig, {"recursiv": True}, "recursiv", "recursive"),
@@ -55,7 +55,7 @@ def test_an_unknown_key_names_the_nearest_one(model: type[StageConfig], values: 
 
 
 def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="known keys: size, drop_last"):
+    with pytest.raises(ConfigError, match="known keys: size, last"):
         BatchConfig(zzzzzz=1)
 
 
@@ -134,7 +134,7 @@ configurations = st.builds(
         hflip=st.floats(0, 1),
         dtype=st.sampled_from(["uint8", "float32", "bfloat16"]),
     ),
-    batch=st.builds(BatchConfig, size=st.integers(1, 64), drop_last=st.booleans()),
+    batch=st.builds(BatchConfig, size=st.integers(1, 64), last=st.sampled_from(["drop", "partial", "fill"])),
     seed=st.integers(0, 2**40),
     columns=st.lists(st.text(max_size=8), max_size=3).map(tuple),
 )
@@ -195,11 +195,11 @@ def test_a_missing_yaml_file_is_named(tmp_path: Path) -> None:
 def test_arguments_override_single_fields_of_a_configuration(tmp_path: Path) -> None:
     """What a file says of a stage stays, but for the fields that the call names."""
     file = tmp_path / "loader.yaml"
-    file.write_text("transform: {hflip: 0.0, crop: center, size: 96}\nbatch: {size: 4, drop_last: false}\nseed: 3\n")
+    file.write_text("transform: {hflip: 0.0, crop: center, size: 96}\nbatch: {size: 4, last: partial}\nseed: 3\n")
     base = LoaderConfig.parse(file)
     ours = base.override({"transform": {"size": 64}, "batch": 2, "columns": "caption"})
     assert (ours.transform.size, ours.transform.crop, ours.transform.hflip) == ((64, 64), "center", 0.0)
-    assert (ours.batch.size, ours.batch.drop_last, ours.seed, ours.columns) == (2, False, 3, ("caption",))
+    assert (ours.batch.size, ours.batch.last, ours.seed, ours.columns) == (2, "partial", 3, ("caption",))
     assert base.override({"transform": TransformConfig(size=32)}).transform == TransformConfig(size=32), "a model is whole"
     with pytest.raises(ConfigError, match="unknown key 'sise'"):
         base.override({"transform": {"sise": 1}})
@@ -222,6 +222,7 @@ def test_an_error_says_what_the_field_is_for() -> None:
         ("frames", r"did you mean 'clip\.frames'\?\n.*write clip=\{'frames': …\}"),
         ("size", r"did you mean 'transform\.size' or 'batch\.size'"),
         ("prefetch", r"jitter=\{'depth': …\}"),
+        ("timeout", "write timeout_seconds=…"),
         ("num_workers", r"decode=\{'threads': …\}"),
         ("after", "give it to VideoLoader itself"),
         ("shuffel", "did you mean 'shuffle'"),
@@ -418,3 +419,19 @@ def test_a_key_that_is_there_twice_is_named(tmp_path: Path) -> None:
     assert LoaderConfig.from_yaml(path).clip == ClipConfig(frames=4, stride=2)
     path.write_text("<<: &all {<<: &some {seed: 1}, seed: 2}\nbatch: 4\n")
     assert LoaderConfig.from_yaml(path) == LoaderConfig.parse({"seed": 2, "batch": 4})
+
+
+def test_the_bounds_of_a_depth_are_for_one_that_sets_itself(tmp_path: Path) -> None:
+    assert (JitterConfig().depth, JitterConfig(depth=6).depth) == ("auto", 6)
+    with pytest.raises(ConfigError, match="max_depth is for depth='auto', not for depth=4"):
+        JitterConfig(depth=4, max_depth=8)
+    with pytest.raises(ConfigError, match="min_depth=20 is above max_depth=16"):
+        JitterConfig(min_depth=20)
+    for bad in ("deep", 0, 1025, True, 2.5):
+        with pytest.raises(ConfigError, match=r"JitterConfig\.depth"):
+            JitterConfig(depth=bad)
+    LoaderConfig(jitter={"min_depth": 3, "max_depth": 8}).to_yaml(tmp_path / "saved.yaml")
+    saved = LoaderConfig.from_yaml(tmp_path / "saved.yaml")
+    assert (saved.jitter.depth, saved.jitter.max_depth) == ("auto", 8)
+    assert saved.override({"jitter": {"depth": 4}}).jitter.depth == 4, "a number takes the place of the bounds"
+    assert saved.override({"jitter": {"max_depth": 9}}).jitter.min_depth == 3

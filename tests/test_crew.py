@@ -126,3 +126,36 @@ def test_it_may_be_ended_by_a_thread_that_holds_its_lock() -> None:
         one.end()
     one.join()
     gc.collect()
+
+
+@pytest.mark.parametrize("claimed", [True, False])
+def test_patience_at_the_end_counts_for_whatever_a_thread_is_at(claimed: bool) -> None:
+    """Work that is claimed, as a transform is, may hang as well; a loop that has had to wait must not wait for its end."""
+    free, at_it, left, replaced = threading.Event(), threading.Event(), [], []
+
+    def work(worker: Worker[str, str]) -> None:
+        worker.begin("slow")
+        if claimed:
+            worker.claim()
+        at_it.set()
+        free.wait(20)
+
+    told: dict[str, Any] = {"taken": lambda _: None, "failed": lambda _: None, "left": left.append}
+    one = Crew(["a"], work, lambda worker: replaced.append(worker.engine) or "b", limit_seconds=60, name="gpupipe-test", **told)
+    one.start()
+    assert at_it.wait(20)
+    begin = time.monotonic()
+    one.join(0.1)
+    assert time.monotonic() - begin < 10
+    assert (left, replaced) == ([] if claimed else ["slow"], ["a"]), "its engine is another's no more"
+    one.join(0.1)
+    assert replaced == ["a"], "once"
+    free.set()
+
+
+def test_threads_that_end_in_time_keep_their_engines() -> None:
+    replaced: list[str] = []
+    one = crew(["a", "b"], lambda worker: time.sleep(0.1), successor=lambda worker: replaced.append(worker.engine) or "c")
+    one.start()
+    one.join(30)
+    assert not replaced

@@ -214,7 +214,7 @@ def two_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
             [FakeHardware(device, **shared, process=DecodeProcess()) for _ in range(2)],
         )
 
-    monkeypatch.setattr(loader_room, "_engines", engines)
+    monkeypatch.setattr(loader_room, "engines_of", engines)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -486,7 +486,7 @@ def stuck(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[StuckHardware]]:
         shared: dict[str, Any] = {"mode": "auto", "keep": 1, "fallbacks": Fallbacks(), "telemetry": telemetry}
         return [StuckHardware(device, **shared) for _ in range(2)], []
 
-    monkeypatch.setattr(loader_room, "_engines", engines)
+    monkeypatch.setattr(loader_room, "engines_of", engines)
     monkeypatch.setattr("gpupipe.data.pipeline._GRACE_SECONDS", 0.1)
     monkeypatch.setattr(StuckHardware, "held", threading.Event())
     monkeypatch.setattr(StuckHardware, "entered", [], raising=False)

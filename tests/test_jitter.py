@@ -9,8 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.depth import DepthControl
+from gpupipe.data.jitter import Closed, JitterBuffer, Late
 from gpupipe.telemetry import Telemetry
 
 
@@ -232,3 +235,133 @@ def test_waits_are_measured() -> None:
     jitter.take()
     assert jitter.reserve() == 2
     assert telemetry.snapshot()["blocked_seconds"] >= 0.04
+
+
+def test_only_waits_after_the_first_batch_are_stalls() -> None:
+    """The first one is always waited for; a batch that is there, or the end, is no stall."""
+    telemetry = Telemetry()
+    jitter: JitterBuffer[str] = JitterBuffer(4, telemetry)
+    first = Caller(jitter.take)
+    assert first.waits()
+    jitter.put(reserved(jitter), "a")
+    assert first.ended()
+    assert telemetry.snapshot()["stalls"] == 0
+    jitter.put(reserved(jitter), "b")
+    jitter.take()
+    assert telemetry.snapshot()["stalls"] == 0
+    second = Caller(jitter.take)
+    assert second.waits()
+    jitter.put(reserved(jitter), "c")
+    assert second.ended()
+    assert telemetry.snapshot()["stalls"] == 1
+    assert 0.04 <= telemetry.snapshot()["stall_seconds"] <= telemetry.snapshot()["wait_seconds"]
+    last = Caller(jitter.take)
+    assert last.waits()
+    jitter.finish(3)
+    assert last.ended()
+    assert telemetry.snapshot()["stalls"] == 1
+
+
+def test_bytes_are_bounded_too_but_one_batch_alone_has_room_whatever_its_size() -> None:
+    telemetry = Telemetry()
+    jitter: JitterBuffer[str] = JitterBuffer(10, telemetry, most_bytes=100)
+    assert [jitter.reserve(size_bytes=size) for size in (60, 41, 40, 1)] == [0, None, 1, None]
+    assert jitter.levels() == {"occupancy": 0, "in_flight": 2, "jitter_bytes": 100}
+    jitter.put(0, "a")
+    assert jitter.reserve(size_bytes=1) is None, "a finished batch takes as much as one under construction"
+    jitter.take()
+    assert jitter.reserve(size_bytes=61) is None
+    jitter.put(1, "b")
+    jitter.take()
+    assert jitter.reserve(size_bytes=1000) == 2
+    assert jitter.reserve(size_bytes=0) is None, "until it is gone"
+    assert jitter.reserve(5, size_bytes=1) is None, "helpers are bound as well"
+    jitter.put(2, "c")
+    jitter.take()
+    assert jitter.levels() == {"occupancy": 0, "in_flight": 0, "jitter_bytes": 0}
+    assert telemetry.value("jitter_peak_bytes") == 1000
+    JitterBuffer(10, telemetry).reserve(size_bytes=7)
+    assert telemetry.value("jitter_peak_bytes") == 1000, "of all epochs"
+
+
+def test_a_wait_makes_room_at_once_where_the_depth_may_grow() -> None:
+    """The batch that is waited for may hold up workers which have nothing else to do meanwhile."""
+    told: list[int] = []
+    jitter: JitterBuffer[str] = JitterBuffer(DepthControl(2, 8), Telemetry(), lambda: told.append(jitter.reach))
+    for number in range(4):
+        assert reserved(jitter) == number
+        jitter.put(number, "")
+        jitter.take()
+    assert [reserved(jitter) for _ in range(4)] == [4, 5, 6, 7]
+    assert jitter.reserve() is None
+    told.clear()
+    consumer = Caller(jitter.take)
+    assert consumer.waits()
+    assert told == [9], "a quarter more than the four that it had"
+    assert reserved(jitter) == 8
+    jitter.put(4, "")
+    assert consumer.ended()
+
+
+def test_batches_that_are_begun_stay_within_reach_when_the_depth_goes_down() -> None:
+    control = DepthControl(1, 8, start=8)
+    jitter: JitterBuffer[str] = JitterBuffer(control, Telemetry())
+    for number in range(6):
+        assert reserved(jitter) == number
+        jitter.put(number, "")
+    control.depth = 2
+    jitter.take()
+    assert jitter.reach == 6, "those that are begun"
+    assert jitter.reserve() is None
+    for _ in range(4):
+        assert jitter.reserve() is None
+        jitter.take()
+    assert jitter.reach == 7
+    assert reserved(jitter) == 6
+
+
+def test_a_consumer_that_has_waited_long_enough_hears_of_it() -> None:
+    jitter = buffer(2)
+    number = reserved(jitter)
+    with pytest.raises(Late):
+        jitter.take(timeout_seconds=0.01)
+    jitter.put(number, "late")
+    assert jitter.take(timeout_seconds=0.01) == "late", "nothing is lost"
+
+
+STEPS = st.lists(st.tuples(st.sampled_from(["reserve", "further", "put", "take"]), st.integers(0, 60)), max_size=200)
+
+
+@given(STEPS, st.integers(1, 6), st.integers(0, 6), st.one_of(st.none(), st.integers(1, 100)), st.booleans())
+def test_bounds_hold_in_any_order_of_events(
+    steps: list[tuple[str, int]], lowest: int, more: int, most_bytes: int | None, in_order: bool
+) -> None:
+    now = 0.0
+    control = DepthControl(lowest, lowest + more)
+    jitter: JitterBuffer[int] = JitterBuffer(control, Telemetry(), in_order=in_order, most_bytes=most_bytes, clock=lambda: now)
+    sizes: dict[int, int] = {}
+    at_work: list[int] = []
+    for step, value in steps:
+        now += value / 10
+        if step == "reserve" or step == "further":
+            further = value % 4 if step == "further" else None
+            number = jitter.reserve(further, value)
+            assert number is not None or sizes, "where there is none, one has room"
+            if number is not None:
+                sizes[number] = value
+                at_work.append(number)
+                assert number < jitter.reach + (further or 0)
+                assert most_bytes is None or sum(sizes.values()) <= most_bytes or len(sizes) == 1
+        elif step == "put" and at_work:
+            number = at_work.pop(value % len(at_work))
+            jitter.put(number, number)
+        elif step == "take":
+            if jitter.behind:
+                jitter._misses(now)
+            else:
+                taken = jitter.take()
+                assert taken is not None
+                del sizes[taken]
+        assert jitter.levels()["jitter_bytes"] == sum(sizes.values())
+        assert jitter.taken < jitter.reach <= jitter.taken + max(control.highest, jitter.in_flight)
+        assert lowest <= control.depth <= lowest + more

@@ -28,9 +28,9 @@ from clips import spoilt
 from gpupipe import Batch, TransformParams, VideoLoader, VideoReader
 from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.data import index as indices
-from gpupipe.data import loader as loader_room
-from gpupipe.data import pipeline, prepare
-from gpupipe.data.decode import cpu
+from gpupipe.data import pipeline, prepare, tasks
+from gpupipe.data.decode import cpu, fleet
+from gpupipe.data.group import Fixed
 from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipTransform, affine
 from gpupipe.device.inventory import DecoderCaps
@@ -94,7 +94,7 @@ def test_a_batch_of_a_folder(folder: Path) -> None:
         batches = list(loader)
     assert len(batches) == len(loader) == 4
     assert loader.batch_size == 2
-    assert sorted(path for batch in batches for path in batch.paths) == loader.dataset
+    assert sorted(path for batch in batches for path in batch.paths) == loader.dataset.paths
     for number, batch in enumerate(batches):
         assert list(batch) == ["video", "pts_seconds", "mask", "label"]
         assert batch["video"] is batch.video
@@ -341,7 +341,7 @@ def test_batches_keep_their_bytes_while_later_ones_are_made(folder: Path) -> Non
 def test_the_last_batch_is_dropped_or_smaller(folder: Path) -> None:
     with VideoLoader(folder, **{**SMALL, "batch": 3}) as loader:
         assert [len(batch.clips) for batch in loader] == [3] * len(loader) == [3, 3]
-    with VideoLoader(folder, **{**SMALL, "batch": {"size": 3, "drop_last": False}}) as loader:
+    with VideoLoader(folder, **{**SMALL, "batch": {"size": 3, "last": "partial"}}) as loader:
         assert [batch.video.shape[0] for batch in loader] == [3, 3, 2]
         assert len(loader) == 3
 
@@ -495,14 +495,14 @@ def test_without_order_a_slow_video_holds_up_no_other_batch(folder: Path, monkey
 
 def test_closing_amid_iter_ends_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever comes first: no epoch goes on after close()."""
-    entered, original = threading.Event(), loader_room.group
+    entered, original = threading.Event(), Fixed.groups
 
     def slow(*arguments: Any) -> Any:
         entered.set()
         time.sleep(0.2)
         return original(*arguments)
 
-    monkeypatch.setattr(loader_room, "group", slow)
+    monkeypatch.setattr(Fixed, "groups", slow)
     loader = VideoLoader(folder, **SMALL)
     closer = threading.Thread(target=lambda: entered.wait(5) and loader.close())
     closer.start()
@@ -556,11 +556,11 @@ def test_close_from_another_thread_wakes_a_waiting_consumer(folder: Path, monkey
     assert not threads()
 
 
-@pytest.mark.parametrize("where", ["pipeline.Assembly", "prepare.make_plan"])
+@pytest.mark.parametrize("where", ["tasks.Assembly", "prepare.make_plan"])
 def test_collection_inside_a_worker_does_not_lock_up(folder: Path, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An iterator in a cycle is collected wherever the collector happens to run, be it in a worker that holds a lock."""
     room, name = where.split(".")
-    patched = {"pipeline": pipeline, "prepare": prepare}[room]
+    patched = {"tasks": tasks, "prepare": prepare}[room]
     original = getattr(patched, name)
     dropped = threading.Event()
 
@@ -855,7 +855,7 @@ def test_all_files_bad_is_one_clear_error(tmp_path: Path) -> None:
 def test_an_epoch_of_nothing_but_skipped_clips_is_one_clear_error(size: int, folder: Path, tmp_path: Path) -> None:
     """A loop that ends at once, with no batch, looks like one that has trained."""
     rows = [str(tmp_path / f"{k}.mp4") for k in range(7)]
-    batch = {"size": size, "drop_last": False}
+    batch = {"size": size, "last": "partial"}
     with VideoLoader(rows, **{**SMALL, "batch": batch}, on_bad_file="skip", shuffle=False) as loader:
         for _ in range(2):  # each epoch says so
             with pytest.raises(DecodeError, match=r"all 7 clips of the epoch were skipped, of 7 files: ") as caught:
@@ -911,14 +911,13 @@ def test_threads_follow_the_decode_engines(engines: int, threads: int, monkeypat
         "nvdec_caps": lambda *_: caps,
         "cpu_quota": lambda: 5,
         "load": lambda _: None,
-        "_cuda_stream": lambda _: None,
         "DecodeEngine": lambda *_, **settings: settings["mode"],
     }.items():
-        monkeypatch.setattr(loader_room, name, stand_in)
+        monkeypatch.setattr(fleet, name, stand_in)
     device = torch.device("cuda", 0)
 
     def counts(**decode: Any) -> tuple[int, int]:
-        own, helpers = loader_room._engines(LoaderConfig(decode=decode), device, Telemetry())
+        own, helpers = fleet.engines_of(LoaderConfig(decode=decode), device, Telemetry())
         return len(own), len(helpers)
 
     assert counts() == (threads, 1 if engines else 0)
@@ -956,7 +955,7 @@ def test_ranks_share_the_cores_of_their_machine(
         "load": lambda _: None,
         "DecodeEngine": lambda *_, **settings: settings["mode"],
     }.items():
-        monkeypatch.setattr(loader_room, name, stand_in)
+        monkeypatch.setattr(fleet, name, stand_in)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: group is not None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: group)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
@@ -964,9 +963,9 @@ def test_ranks_share_the_cores_of_their_machine(
     if told is not None:
         monkeypatch.setenv("LOCAL_WORLD_SIZE", told)
     config = LoaderConfig(decode={"cpu_workers": "auto"})
-    own, helpers = loader_room._engines(config, torch.device(device), Telemetry())
+    own, helpers = fleet.engines_of(config, torch.device(device), Telemetry())
     assert len(helpers if device == "cuda" else own) == processes
-    own, helpers = loader_room._engines(LoaderConfig(decode={"cpu_workers": 9}), torch.device(device), Telemetry())
+    own, helpers = fleet.engines_of(LoaderConfig(decode={"cpu_workers": 9}), torch.device(device), Telemetry())
     assert len(helpers if device == "cuda" else own) == 9, "a number is a number"
 
 

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpupipe.config import LoaderConfig
-from gpupipe.data.group import batch_count, group
+from gpupipe.data.group import Fixed, Position
 from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator, generator
 from gpupipe.errors import ConfigError
 from gpupipe.types import ClipRequest
 
 
 def entries(order: Order, epoch: int) -> list[int]:
-    return [request.entry for request in order.requests(epoch)]
+    return [request.entry for request in order.requests(epoch, 0, order.entries // order.world_size)]
 
 
 def test_an_epoch_visits_every_entry_once() -> None:
@@ -34,15 +34,39 @@ def test_the_permutation_depends_on_seed_and_epoch_alone() -> None:
     assert later != list(range(50))
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.integers(1, 40), st.integers(1, 9), st.integers(0, 5), st.booleans())
-def test_ranks_share_the_global_sequence_equally(count: int, world: int, epoch: int, shuffle: bool) -> None:
-    whole = Order(count, 1, shuffle).requests(epoch)
+LAST = st.sampled_from(["drop", "partial", "fill"])
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 5), st.integers(0, 45), st.booleans(), LAST)
+def test_ranks_share_what_is_left_of_the_global_sequence(
+    count: int, world: int, size: int, start: int, shuffle: bool, last: str
+) -> None:
+    whole = Order(count, 1, shuffle).requests(2, 0, 2 * count + world * size)
+    config = LoaderConfig(batch={"size": size, "last": last})
     ranks = [Order(count, 1, shuffle, rank, world) for rank in range(world)]
-    parts = [order.requests(epoch) for order in ranks]
-    assert {len(part) for part in parts} == {len(ranks[0])} == {count // world}
-    woven = [request for turn in zip(*parts, strict=True) for request in turn]
-    assert woven == whole[: count // world * world], "the same samples whatever the number of ranks"
+    parts = [Fixed(order, config).groups(Position(2, start)) for order in ranks]
+    assert {len(part) for part in parts} == {len(Fixed(ranks[0], config).groups(Position(0, start)))}, (
+        "ranks that differ would wait for each other"
+    )
+    woven = [
+        request
+        for step in zip(*parts, strict=True)
+        for turn in zip(*(one.requests for one in step), strict=True)
+        for request in turn
+    ]
+    assert woven == whole[start : start + len(woven)], "the same samples in the same order whatever the number of ranks"
+    left = max(0, count - start)
+    if last == "drop":
+        assert len(woven) == left // (world * size) * world * size
+    elif last == "partial":
+        assert len(woven) == left // world * world
+    else:
+        assert 0 <= len(woven) - left < world * size
+    sizes = [len(one.requests) for one in parts[0]]
+    assert start or len(sizes) == Fixed(ranks[-1], config).count(2)
+    assert all(held == size for held in sizes[: None if last != "partial" else -1])
+    assert [one.index for one in parts[0]] == list(range(start // (world * size), start // (world * size) + len(sizes)))
 
 
 def test_substitutes_are_a_function_of_seed_epoch_sample_and_attempt() -> None:
@@ -77,18 +101,8 @@ def test_a_clip_has_separate_generators_for_frames_and_augmentation() -> None:
     assert clip_generator(request, FRAMES, 1).random() != draws[FRAMES], "further clips of a visit differ"
 
 
-@pytest.mark.parametrize(("drop_last", "sizes"), [(True, [4, 4]), (False, [4, 4, 2])])
-def test_groups_cut_the_sequence(drop_last: bool, sizes: list[int]) -> None:
-    requests = Order(10, 0).requests(0)
-    config = LoaderConfig(batch={"size": 4, "drop_last": drop_last})
-    groups = group(requests, config)
-    assert [len(part) for part in groups] == sizes
-    assert len(groups) == batch_count(10, config)
-    assert [request for part in groups for request in part] == requests[: sum(sizes)]
-
-
 def test_several_clips_a_visit_take_as_many_places_of_a_batch() -> None:
-    config = LoaderConfig(batch={"size": 6, "drop_last": False}, clip={"clips_per_video": 3})
-    assert [len(part) for part in group(Order(5, 0).requests(0), config)] == [2, 2, 1]
+    config = LoaderConfig(batch={"size": 6, "last": "partial"}, clip={"clips_per_video": 3})
+    assert [len(part.requests) for part in Fixed(Order(5, 0), config).groups(Position())] == [2, 2, 1]
     with pytest.raises(ConfigError, match="no multiple of clips_per_video=4"):
         LoaderConfig(batch=6, clip={"clips_per_video": 4})

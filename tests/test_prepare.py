@@ -60,7 +60,9 @@ class Ahead:
             self.asked.append(prepared)
             return wanted
 
-        self.it = ReadAhead(self.requests, clip, lambda _: self.entry, lambda entry: entry.path, OpenFiles(0), wants, distance)
+        self.it = ReadAhead(
+            self.requests, lambda _: clip, lambda _: self.entry, lambda entry: entry.path, OpenFiles(0), wants, distance
+        )
 
     def __enter__(self) -> Ahead:
         self.it.start()

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from simulated import Clip, Machine
 
-from gpupipe.config import LoaderConfig
+from gpupipe.config import JitterConfig
 from gpupipe.data.decode import Decoder, Helping, Schedule
 from gpupipe.data.decode import helping as helping_room
+from gpupipe.data.depth import DepthControl
 from gpupipe.data.jitter import Closed, JitterBuffer
-from gpupipe.data.transform import ClipTransform
-from gpupipe.data.visit import further_batches
+from gpupipe.data.tasks import further_batches, most_bytes
 from gpupipe.telemetry import Telemetry
 
 
@@ -156,7 +156,7 @@ def test_every_clip_is_delivered_once_whatever_the_threads_do(seed: int, hasty: 
     def batches() -> Generator[Clip | None]:
         nonlocal most
         for first in range(0, count, batch):
-            while jitter.reserve(further if one.far else 0) is None:
+            while jitter.reserve(further if one.far else None) is None:
                 yield None
             most = max(most, jitter.in_flight)
             yield from clips[first : first + batch]
@@ -447,14 +447,37 @@ def test_a_consumer_gets_what_it_has_use_for(seconds: float, faster: float) -> N
 
 
 def test_the_bound_of_the_look_ahead_is_in_visits_and_bytes() -> None:
-    def further(size: int, **fields: Any) -> int:
-        config = LoaderConfig(batch=size, clip={"frames": 16, **fields}, transform={"size": 224})
-        return further_batches(config, ClipTransform(config.transform, 16))
-
     clip = 3 * 16 * 224 * 224 * 2
-    assert further(1) == 2**30 // clip == 222
-    assert further(8) == 2**30 // (8 * clip) == 27
-    assert further(64) == 3
-    assert further(512) == 0, "one alone is more than 1 GiB"
-    small = LoaderConfig(batch=8, clip={"frames": 4, "clips_per_video": 2}, transform={"size": 64})
-    assert further_batches(small, ClipTransform(small.transform, 4)) == 256 // 4
+    assert further_batches(1, clip) == 2**30 // clip == 222
+    assert further_batches(8, 8 * clip) == 2**30 // (8 * clip) == 27
+    assert further_batches(64, 64 * clip) == 3
+    assert further_batches(512, 512 * clip) == 0, "one alone is more than 1 GiB"
+    assert further_batches(4, 1000) == 256 // 4
+
+
+@pytest.mark.parametrize(
+    ("size", "jitter", "expected"),
+    [
+        (8, {}, 2**30),
+        (512, {}, 4 * 512 * 3 * 16 * 224 * 224 * 2),
+        (512, {"depth": 9}, None),
+        (8, {"depth": 9, "max_gib": 0.25}, 2**28),
+        (512, {"max_gib": 0.25}, 2**28),
+    ],
+    ids=["auto", "auto, large batches", "fixed", "fixed, bounded", "auto, bounded"],
+)
+def test_the_bytes_that_batches_may_have(size: int, jitter: dict[str, Any], expected: int | None) -> None:
+    assert most_bytes(JitterConfig(**jitter), size * 3 * 16 * 224 * 224 * 2) == expected
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3])
+def test_a_depth_that_sets_itself_helps_as_well_as_a_fixed_one(seconds: float, in_order: bool) -> None:
+    """Batches that helpers began far ahead of their turn must not pass for slow ones, and nothing may come to a stop."""
+    clips = sequence(3000)
+    fixed = Machine(consumer_seconds=seconds, in_order=in_order)
+    itself = Machine(consumer_seconds=seconds, in_order=in_order, control=DepthControl(2, 32))
+    assert itself.run(clips, Helping(7, itself.clock)) < 1.05 * fixed.run(clips, Helping(7, fixed.clock))
+    assert itself.control is not None
+    assert itself.control.depth <= 8
+    assert len(itself.delivered) == 375

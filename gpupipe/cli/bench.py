@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -52,6 +54,8 @@ class BenchConfig(StageConfig):
     """A PNG to draw the run's timeline in."""
     report: Path | None = None
     """A file for the JSON report."""
+    live: bool = False
+    """Show on stderr what each stage is doing, see :func:`gpupipe.observe.monitor`, in the place of the progress."""
 
 
 def _loader_config(config: BenchConfig) -> LoaderConfig:
@@ -66,16 +70,24 @@ def _loader_config(config: BenchConfig) -> LoaderConfig:
     named = {stage: {name: value for name, value in fields.items() if value is not None} for stage, fields in given.items()}
     single = {name: value for name, value in (("device", config.device), ("seed", config.seed)) if value is not None}
     loader = LoaderConfig.parse(config.config).override({stage: fields for stage, fields in named.items() if fields} | single)
-    return loader.override({"batch": {"drop_last": False}})
+    return loader.override({"batch": {"last": "partial"}})
 
 
 def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str, Any]]:
     """The videos, over and over until a pass over them is long: between two passes a loader starts anew."""
     from gpupipe.data.source import collect
 
-    rows = [{**entry.columns, "path": entry.path} for entry in collect(existing(videos), loader.source)]
+    rows = [
+        {**entry.columns, "path": entry.held or entry.path}
+        for entry in collect(existing(videos), loader.source, loader.columns)
+    ]
     size = loader.batch.size
     return rows * -(-min(_PASS_BATCHES * size, max(size, _PASS_CLIPS)) // len(rows))
+
+
+def _kept(source: SourceConfig) -> SourceConfig:
+    """What still counts of the source's settings once its videos are listed as rows."""
+    return SourceConfig(npy_columns=source.npy_columns, filter=source.filter)
 
 
 def bench(config: BenchConfig) -> dict[str, Any]:
@@ -88,6 +100,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         GpupipeError: when videos or device are not there, a setting is wrong, or a file cannot be written.
     """
     from gpupipe import VideoLoader
+    from gpupipe.observe import monitor
     from gpupipe.observe.measure import machine_facts, measure
 
     for option, file in (("--plot", config.plot), ("--report", config.report)):  # now, not after the measurement
@@ -103,17 +116,19 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     settings = _loader_config(config)
     rows = _long_enough(config.videos, settings)
-    with VideoLoader(rows, config=settings.model_copy(update={"source": SourceConfig()})) as loader:
+    with VideoLoader(rows, config=settings.model_copy(update={"source": _kept(settings.source)})) as loader:
         seconds = config.seconds if config.seconds or config.clips else 10.0
-        videos = len(set(loader.dataset))
-        with Progress(f"measuring {videos} videos", config.clips) as bar:
+        videos = len(set(loader.dataset.paths))
+        with ExitStack() as shown:
+            progress: Callable[[int, float], None] | None = None
+            if config.live:
+                shown.enter_context(monitor(loader))
+            else:
+                bar = shown.enter_context(Progress(f"measuring {videos} videos", config.clips))
+                progress = lambda done, passed: bar.update(done, f"{done / max(passed, 1e-9):.1f} clips/s, {passed:.0f} s")  # noqa: E731
             result = measure(
-                loader,
-                seconds=seconds,
-                clips=config.clips,
-                warmup_batches=config.warmup_batches,
-                progress=lambda done, passed: bar.update(done, f"{done / max(passed, 1e-9):.1f} clips/s, {passed:.0f} s"),
-            )
+                loader, seconds=seconds, clips=config.clips, warmup_batches=config.warmup_batches, progress=progress
+            )  # fmt: skip
         device = str(loader.device)
     report = {
         "command": "bench",
@@ -161,6 +176,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the run's timeline in this PNG.")] = None,
+    live: Annotated[bool, typer.Option("--live", help="Show what each stage is doing, and which one limits.")] = False,
 ) -> None:
     """Measure how fast batches come out of your videos.
 
@@ -171,6 +187,7 @@ def command(
         stride=stride, transform=transform, size=size, batch=batch, device=device, decoder=decoder, threads=threads,
         cpu_workers=_number_or_name(cpu_workers),
         sampling=sampling, cache=cache, cache_gib=cache_gib, seed=seed, plot=plot, report=report,
+        live=live,
     )  # fmt: skip
     result = bench(config)
     if as_json:
@@ -212,6 +229,7 @@ def _say_report(report: dict[str, Any]) -> None:
         ("peak device memory", size_text(use["peak_device_bytes"])),
         ("  of it torch's", size_text(use["peak_torch_bytes"])),
         ("substituted", m["substituted"]),
+        ("limit", m["limit"]),
     ])  # fmt: skip
     if m["batches"] < _FEW_BATCHES:
         start = "" if m["warmup_batches"] else ", and the start, which --warmup leaves out, is among them"

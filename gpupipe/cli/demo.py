@@ -102,7 +102,7 @@ def _train(config: DemoConfig) -> dict[str, Any]:
         VideoLoader(
             clips.val,
             transform={**transform, "crop": "none"},
-            batch={"size": 2 * config.batch, "drop_last": False},
+            batch={"size": 2 * config.batch, "last": "partial"},
             shuffle=False,
             **shared,
         ) as held_out,
@@ -164,7 +164,7 @@ def _load(config: DemoConfig) -> dict[str, Any]:
     with VideoLoader(
         existing(config.videos),
         clip={"frames": 16},
-        batch={"size": 8, "drop_last": False},
+        batch={"size": 8, "last": "partial"},
         device=config.device,
         seed=config.seed,
     ) as loader:

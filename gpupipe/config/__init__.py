@@ -16,8 +16,10 @@ from gpupipe.config.augment import (
     ErasingConfig,
     MixConfig,
 )
+from gpupipe.config.batch import BatchConfig, BucketsConfig
 from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
+from gpupipe.config.source import FilterConfig, SourceConfig
 from gpupipe.config.stage import Misfit, PathLike, StageConfig, names_only, whole_number
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
@@ -30,11 +32,13 @@ __all__ = [
     "AutoAugmentConfig",
     "BatchConfig",
     "BlurConfig",
+    "BucketsConfig",
     "CacheConfig",
     "ClipConfig",
     "ColorJitterConfig",
     "DecodeConfig",
     "ErasingConfig",
+    "FilterConfig",
     "JitterConfig",
     "LoaderConfig",
     "MixConfig",
@@ -44,46 +48,6 @@ __all__ = [
     "StageConfig",
     "TransformConfig",
 ]
-
-
-class SourceConfig(StageConfig):
-    """Which files count as videos when a folder is given, and where labels come from."""
-
-    example: ClassVar[str] = '{"label_from": "folder"}'
-
-    extensions: tuple[str, ...] = (
-        ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
-        ".ogv",
-    )  # fmt: skip
-    """Endings of the names of files that count as videos in a folder or a shard, in lower or upper case."""
-    recursive: bool = True
-    """Look into the folders inside a folder too."""
-    label_from: Literal["column", "folder"] = "column"
-    """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
-    classes: tuple[str, ...] = ()
-    """Names of the folders, or of the labels where these are text, in the order of their numbers; none: those that are there,
-    sorted. Give a validation set the ``classes`` of the training loader: it may lack some."""
-    path_column: str = "path"
-    """The column of a table that holds the video's path; relative paths start at the table's own folder."""
-    label_column: str = "label"
-    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
-    their place among ``classes``."""
-
-    @field_validator("extensions")
-    @classmethod
-    def _with_dots(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for ending in value:
-            if not ending.startswith(".") or ending == ".":
-                raise ValueError(f"{ending!r} is no ending of a file's name: write it with its dot, as '.mp4'")
-        return value
-
-    @field_validator("classes")
-    @classmethod
-    def _distinct(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        twice = next((name for name in value if value.count(name) > 1), None)
-        if twice is not None:
-            raise ValueError(f"{twice!r} is there twice: each class has one number")
-        return value
 
 
 class ClipConfig(StageConfig):
@@ -134,17 +98,6 @@ class ClipConfig(StageConfig):
         return self
 
 
-class BatchConfig(StageConfig):
-    """How clips are grouped."""
-
-    example: ClassVar[str] = '{"size": 8, "drop_last": False}'
-
-    size: Annotated[int, Field(ge=1)] = 8
-    """Clips in a batch."""
-    drop_last: bool = True
-    """Leave out the last, smaller batch of an epoch."""
-
-
 class DecodeConfig(StageConfig):
     """Where and by how many threads videos are decoded."""
 
@@ -177,17 +130,36 @@ class DecodeConfig(StageConfig):
 
 
 class JitterConfig(StageConfig):
-    """How many batches are prepared ahead, and in which order they come."""
+    """How many batches are prepared ahead, and in which order they come. None of it changes what is in a batch."""
 
     example: ClassVar[str] = '{"depth": 4}'
 
-    depth: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Batches in preparation or ready, not yet taken by the consumer. While processes help NVDEC (``decode.cpu_workers``) and
-    the consumer waits for data, there may be more, as many as the helpers' pace asks for: at most so many that they hold 256
+    depth: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
+    """Batches in preparation or ready, not yet taken by the consumer. ``auto``: as many as the spread of the times that they
+    take asks for, from ``min_depth`` to ``max_depth``, 4 at first. While processes help NVDEC (``decode.cpu_workers``) and the
+    consumer waits for data, there may be more, as many as the helpers' pace asks for: at most so many that they hold 256
     further visits to videos, and at most 1 GiB of output together."""
+    min_depth: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Batches, at least, with ``depth="auto"``."""
+    max_depth: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Batches, at most, with ``depth="auto"``."""
+    max_gib: Annotated[float, Field(gt=0, le=65536)] | None = None
+    """Bound on the output of these batches in GiB, whatever the depth; a single batch may be larger. None: no bound for a fixed
+    depth; for ``auto`` 1 GiB, or four batches where they are larger."""
     in_order: bool = True
     """False: batches come as they are completed, so that a slow video holds up no other batch. What is in each stays the same;
     their order then depends on timing."""
+
+    @model_validator(mode="after")
+    def _bounds_agree(self) -> Self:
+        if self.min_depth > self.max_depth:
+            raise Misfit(
+                f"min_depth={self.min_depth} is above max_depth={self.max_depth}", fix="raise max_depth or lower min_depth"
+            )
+        for name in ("min_depth", "max_depth"):  # by value, since a saved configuration names every field
+            if self.depth != "auto" and getattr(self, name) != type(self).model_fields[name].default:
+                raise Misfit(f"{name} is for depth='auto', not for depth={self.depth}", fix=f"leave depth or {name} out")
+        return self
 
 
 class CacheConfig(StageConfig):
@@ -243,10 +215,13 @@ class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
     elsewhere: ClassVar[dict[str, str]] = {
-        **dict.fromkeys(("before", "after"), "give it to VideoLoader itself: functions are no part of a configuration"),
+        **dict.fromkeys(
+            ("before", "after", "tokenize"), "give it to VideoLoader itself: functions are no part of a configuration"
+        ),
         **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
         "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
         "batch_size": "write batch=…",
+        "timeout": "write timeout_seconds=…",
     }
 
     source: SourceConfig = SourceConfig()
@@ -269,10 +244,18 @@ class LoaderConfig(StageConfig):
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0
     """With the epoch and a sample's number it fixes the order and every random choice."""
-    shuffle: bool = True
-    """A new order each epoch; False: that of the list."""
+    shuffle: bool | Annotated[int, Field(ge=2)] = True
+    """A new order each epoch; False: that of the list. A number is a window, for sets whose neighbours in the list lie together
+    on a slow disk: runs of so many neighbours come in random order, one after the other, each shuffled; where the runs are cut
+    is drawn anew each epoch."""
+    repeat: bool = False
+    """One iterator goes through epoch after epoch, for trainers that count steps: the loader has no ``len()``."""
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    """How long the loop may wait for a batch, the first one included. After that it gets an error that names the stage which
+    starves it. None: for ever, but for what ``decode.limit_seconds`` bounds."""
     columns: tuple[str, ...] = ()
-    """Columns of the source carried to the batch besides ``label``: numbers as tensors, text in ``batch.text``."""
+    """Columns of the source carried to the batch besides ``label``: numbers and arrays of numbers as tensors, text in
+    ``batch.text``."""
     on_bad_file: Literal["substitute", "skip", "raise"] = "substitute"
     """``substitute``: another sample, a function of (seed, epoch, sample, attempt), takes the slot. ``skip``: the batch is
     smaller; an epoch of which every clip was skipped ends in an error. ``raise``: the loop gets the error. Always counted and
@@ -281,8 +264,8 @@ class LoaderConfig(StageConfig):
     """Data-parallel rank of this loader; None: torch.distributed's where it is set up, else the environment's ``RANK``, else 0.
     Ranks that share a model (tensor or context parallel) must get the same samples: give both numbers there."""
     world_size: Annotated[int, Field(ge=1)] | None = None
-    """Number of data-parallel ranks; None: found like ``rank``, from ``WORLD_SIZE``. All ranks get equally many samples: the
-    last few of an epoch are left out."""
+    """Number of data-parallel ranks; None: found like ``rank``, from ``WORLD_SIZE``. All ranks get equally many batches:
+    ``batch.last`` says how."""
 
     @field_validator("batch", mode="before")
     @classmethod
@@ -316,6 +299,8 @@ class LoaderConfig(StageConfig):
                         kept.pop(other, None)
                 if isinstance(stage, TransformConfig) and "size" in part and stage.short_side_is_presets:
                     kept.pop("short_side", None)  # to be that for the new size
+                if name == "jitter" and part.get("depth", "auto") != "auto":
+                    kept = {field: value for field, value in kept.items() if field not in ("min_depth", "max_depth")}
                 merged[name] = kept | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,13 @@ import torch
 
 from gpupipe.config import MixConfig
 from gpupipe.data.order import MIX, clip_generator
-from gpupipe.data.source.columns import Kind
+from gpupipe.data.source.columns import Kind, dtype_of
 from gpupipe.data.transform import mix as mixing
 from gpupipe.device.stream import hand_over
 from gpupipe.types import Batch, ClipRecord
+
+Tokenize = Callable[[Mapping[str, list[str]], Iterable[str]], dict[str, torch.Tensor]]
+"""Makes tensors of (text by column, names that are taken)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,8 @@ class Assembly:
         self._device = device
         self._stream = stream
         self._epoch = epoch
-        self._index = index
+        self.index = index
+        """Position of the batch in its epoch."""
         self._lock = threading.Lock()
         self._arrivals: list[Arrival | None] = [None] * size
         self._left = size
@@ -83,13 +87,21 @@ class Assembly:
             self._left -= 1
             return self._left == 0
 
-    def finish(self) -> tuple[Batch, torch.cuda.Event | None] | None:
-        """The batch and the event that completes it; None when every clip was skipped."""
+    def finish(self, tokenize: Tokenize | None = None) -> tuple[Batch, torch.cuda.Event | None] | None:
+        """The batch and the event that completes it; None when every clip was skipped.
+
+        Args:
+            tokenize: makes further tensors of the batch's text.
+        """
         arrivals = [arrival for arrival in self._arrivals if arrival is not None]
         if not arrivals:
             return None
+        text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
+        taken = ("video", "pts_seconds", "mask", *self._kinds)
+        tokens = tokenize(text, taken) if tokenize is not None else {}
         with torch.cuda.stream(self._stream):
-            numbers = self._numbers(arrivals)  # before the stream waits: these copies would wait with it, and this thread too
+            numbers = self._numbers(arrivals) | {name: each.to(self._device) for name, each in tokens.items()}
+            # before the stream waits: these copies would wait with it, and this thread too
             if self._stream is not None:
                 hand_over([], [arrival.done for arrival in arrivals if arrival.done is not None], self._stream)
             video = self.video
@@ -106,13 +118,12 @@ class Assembly:
                 mixing.mix(video, mixed)
                 tensors["label"] = mixing.soft_labels(tensors["label"], mixed, self._mix)
             complete = self._stream.record_event() if self._stream is not None else None
-        text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
         batch = Batch(
             tensors,
             tuple(arrival.record for arrival in arrivals),
             text=text,
             epoch=self._epoch,
-            index=self._index,
+            index=self.index,
             mix=mixed,
             substituted=tuple(path for _, path in sorted(self._unusable, key=lambda note: note[0])),
         )
@@ -125,6 +136,5 @@ class Assembly:
         }
         for name, kind in self._kinds.items():
             if kind != "text":
-                dtype = np.int64 if kind == "int" else np.float64
-                columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype)
+                columns[name] = np.array([arrival.columns[name] for arrival in arrivals], dtype_of(kind))
         return {name: torch.from_numpy(values).to(self._device) for name, values in columns.items()}

@@ -80,6 +80,13 @@ class Worker(Generic[Engine, Work]):
             self._given_up, self._work = True, None
             return work
 
+    def give_up(self) -> Work | None:
+        """Takes away whatever the thread has, for it is not waited for any longer."""
+        with self._lock:
+            work = self._work
+            self._given_up, self._work = True, None
+            return work
+
     def leave(self) -> None:
         """Lets go of the work, when the thread ends: the worker may live on in a cycle that only garbage collection finds."""
         with self._lock:
@@ -153,22 +160,33 @@ class Crew(Generic[Engine, Work]):
             self._ended = True
             self._changed.notify_all()
 
-    def join(self) -> None:
-        """Waits for all threads but those that are stuck: only ``left`` hears of what they were at."""
+    @property
+    def threads(self) -> list[threading.Thread | None]:
+        """The thread in each place."""
+        return [worker.thread for worker in self._workers]
+
+    def join(self, patience_seconds: float = math.inf) -> None:
+        """Waits for all threads but those that are stuck: only ``left`` hears of what they were at.
+
+        Args:
+            patience_seconds: how long to wait, at most. A thread that has not ended by then counts as stuck.
+        """
         self.end()
+        until = time.monotonic() + patience_seconds
         if self._watch.ident is not None:
             self._watch.join()
         for worker in list(self._workers):
             while worker.thread is not None and worker.thread.ident is not None and worker.thread.is_alive():
                 if worker.given_up:  # by the join before
                     break
-                work = worker.give_up_if_late(self._limit, ending=True)
-                if work is not None:
-                    self._forget(worker)
-                    self._left(work)
-                    break
                 begin = time.monotonic()
-                worker.thread.join(self._interval)
+                work = worker.give_up() if begin >= until else worker.give_up_if_late(self._limit, ending=True)
+                if worker.given_up:
+                    self._forget(worker)
+                    if work is not None:
+                        self._left(work)
+                    break
+                worker.thread.join(min(self._interval, max(0.0, until - begin)))
                 self._looks += min(1.0, (time.monotonic() - begin) / self._interval)
 
     @property

@@ -9,12 +9,14 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from gpupipe.data.bytes import Identity, VideoFile, open_file
+from gpupipe.data.bytes.name import HELD
 from gpupipe.data.limit import most_open
 from gpupipe.errors import DeviceError
+from gpupipe.telemetry import Telemetry
 
 _SHARE = 4
 """At most one in so many of the files that this process may open is kept open."""
@@ -33,9 +35,11 @@ class OpenFiles:
 
     Args:
         limit: files kept open, those in use included; fewer where the process may open few. 0: each is opened for one use.
+        telemetry: gets the time of reads (``read``) and their bytes (``bytes_read``).
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, telemetry: Telemetry | None = None) -> None:
+        self._telemetry = telemetry
         self._limit = min(limit, most_open() // _SHARE)
         self._lock = threading.Lock()
         self._open: OrderedDict[Identity, _Open] = OrderedDict()
@@ -43,6 +47,13 @@ class OpenFiles:
     def __len__(self) -> int:
         """Files that are kept open."""
         return len(self._open)
+
+    def reading(self, size_bytes: int = 0) -> AbstractContextManager[None]:
+        """For the block that opens a file, or reads so many bytes of it."""
+        if self._telemetry is None:
+            return nullcontext()
+        self._telemetry.count("bytes_read", size_bytes)
+        return self._telemetry.span("read")
 
     @contextmanager
     def lend(self, identity: Identity) -> Iterator[VideoFile]:
@@ -52,7 +63,7 @@ class OpenFiles:
             OpenError: when it cannot be opened.
             DeviceError: when the process may open no more files.
         """
-        if self._limit <= 0:
+        if self._limit <= 0 or identity.path.startswith(HELD):  # an open one would keep its bytes in memory
             with open_file(identity.path) as file:
                 yield file
             return

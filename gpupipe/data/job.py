@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,22 +11,18 @@ from gpupipe.config import LoaderConfig
 from gpupipe.data.bytes import name
 from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.decode import DecodeEngine, Helping
+from gpupipe.data.depth import DepthControl
 from gpupipe.data.files import UNKEPT, OpenFiles
+from gpupipe.data.group import Grouping
+from gpupipe.data.makers import Makers
 from gpupipe.data.order import Order
 from gpupipe.data.prepare import Prepared
 from gpupipe.data.source.columns import Kind
-from gpupipe.data.transform import ClipTransform
+from gpupipe.data.tokens import Tokenizers
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.data.visit import Task
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Entry
-
-
-def _working_folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed: absolute paths need none, and a relative one is then told of by name
-        return ""
 
 
 @dataclass
@@ -36,8 +31,9 @@ class Job:
 
     entries: Sequence[Entry]
     order: Order
+    grouping: Grouping
     config: LoaderConfig
-    transform: ClipTransform
+    makers: Makers
     kinds: Mapping[str, Kind]
     device: torch.device
     stream: torch.cuda.Stream | None
@@ -50,6 +46,7 @@ class Job:
     index_workers: int
     telemetry: Telemetry
     custom: Custom = NO_CUSTOM
+    tokenizers: Tokenizers | None = None
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""
     files: OpenFiles = UNKEPT
@@ -58,8 +55,21 @@ class Job:
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck, or visits took too long: not tried again."""
-    folder: str = field(default_factory=_working_folder)
+    shapes: str = ""
+    """What tells the shapes of the videos' clips, where batches are planned from these; else empty."""
+    digest: str = ""
+    """What tells this list of videos from another."""
+    folder: str = field(default_factory=name.working_folder)
     """Where relative paths start, whatever the working directory becomes."""
+    depth: DepthControl = field(init=False)
+    """Of the jitter buffer; what one epoch has taught it serves the next."""
+
+    def __post_init__(self) -> None:
+        jitter = self.config.jitter
+        if jitter.depth == "auto":
+            self.depth = DepthControl(jitter.min_depth, jitter.max_depth)
+        else:
+            self.depth = DepthControl.fixed(jitter.depth)
 
     def entry_of(self, task: Task) -> Entry:
         """The video that a task is about."""
@@ -67,7 +77,7 @@ class Job:
 
     def file_of(self, entry: Entry) -> str:
         """The path by which a video is opened."""
-        return name.join(self.folder, entry.path)
+        return name.of_entry(entry, self.folder)
 
     def kept(self, prepared: Prepared) -> KeptClip | None:
         """The planes of a visit, where they were kept and are as good as those that its decoder would make."""

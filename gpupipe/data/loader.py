@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -16,36 +16,43 @@ from gpupipe.config import (
     BatchConfig,
     CacheConfig,
     ClipConfig,
-    DecodeConfig,
+    FilterConfig,
     LoaderConfig,
-    MixConfig,
     PathLike,
     TransformConfig,
 )
 from gpupipe.config.stage import whole_number
+from gpupipe.data import state as states
 from gpupipe.data.bytes import settings as remote
 from gpupipe.data.cache import ClipCache
-from gpupipe.data.decode import DecodeEngine, DecodeProcess, Fallbacks, Helping
+from gpupipe.data.decode import Helping
+from gpupipe.data.decode.fleet import engines_of, index_workers
 from gpupipe.data.files import OpenFiles
-from gpupipe.data.group import batch_count, group
-from gpupipe.data.jitter import Closed
+from gpupipe.data.group import Position, group
+from gpupipe.data.iterator import BatchIterator, forked, refuse_inside
+from gpupipe.data.jitter import NO_LEVELS, Closed
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
+from gpupipe.data.makers import Makers
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
 from gpupipe.data.prepare import far_ahead
 from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
-from gpupipe.data.source import Videos, class_names, collect, column_kinds, label_names, number_labels, start_frame
-from gpupipe.data.source.columns import Kind
+from gpupipe.data.shape import digest
+from gpupipe.data.source import Videos
+from gpupipe.data.source.listing import list_videos
+from gpupipe.data.stages import stages, traffic
+from gpupipe.data.tokens import Tokenizer, Tokenizers
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.custom import Custom, UserTransform
-from gpupipe.device import heap
-from gpupipe.device.inventory import cpu_quota, load, nvdec_caps, resolve_device
-from gpupipe.device.stream import hand_over, stage
-from gpupipe.errors import ClosedError, ConfigError, DeviceError, GraphError
+from gpupipe.data.verdict import limit
+from gpupipe.data.views import ClipDataset, EpochSampler, LoaderView
+from gpupipe.device import nvtx
+from gpupipe.device.inventory import cpu_quota, resolve_device
+from gpupipe.errors import ClosedError, ConfigError, DeviceError
 from gpupipe.telemetry import Telemetry
-from gpupipe.types import Batch, ClipRecord, Entry
+from gpupipe.types import ClipRecord
 
 _COUNTS = (
     "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
@@ -53,9 +60,6 @@ _COUNTS = (
 )  # fmt: skip
 _CACHE_COUNTS = ("cache_hits", "cache_misses")
 """Counts that :meth:`VideoLoader.stats` has from the start, the latter with a clip cache."""
-
-_NICE = 10
-"""How much lower the priority of processes that decode beside NVDEC is: its threads and the user's loop win the cores."""
 
 
 class VideoLoader:
@@ -66,11 +70,12 @@ class VideoLoader:
     further stream, that stream must wait as for any torch tensor.
 
     Args:
-        videos: a file, folder, pattern (globs, ``{000..009}``), table (.csv, .jsonl with a column ``path``), WebDataset shard
-            (.tar, uncompressed) or URL of these (``s3://``, ``https://`` …), a mapping with ``path`` and further columns, or a
-            list of these. A list may have the bytes of videos too, or binary files that hold them. A column
-            ``label`` (numbers, or names of classes, which are numbered) travels with each batch; a column ``start_frame`` fixes
-            where the clip of that row starts.
+        videos: a file, folder, pattern (globs, ``{000..009}``), table (.csv, .jsonl or .parquet with a column ``path``),
+            WebDataset shard (.tar, uncompressed) or URL of these (``s3://``, ``https://`` …), a mapping with ``path`` and
+            further columns, a dataset of torch or of Hugging Face that yields such, or a list of these. The bytes of a video,
+            or a binary file that holds them, may stand in the place of a path. A column ``label`` (numbers, or names of
+            classes, which are numbered) travels with each batch; a column ``start_frame`` fixes where the clip of that row
+            starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -78,6 +83,9 @@ class VideoLoader:
         seed: fixes the order and every random choice.
         before, after: transforms of your own, callables on a :class:`gpupipe.types.Clip`, that stand before or after
             gpupipe's: see :class:`gpupipe.data.transform.custom.Custom`. Several threads call them at a time.
+        tokenize: makes tensors of a column of text: a callable that takes a list of B texts and gives a mapping of tensors with
+            B rows, as Hugging Face's tokenisers do; or several of them by column, whose tensors are then named by both,
+            ``caption_input_ids``. Called before the batch is handed out, by one thread at a time.
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
             defaults have them, a model takes the whole stage's place.
@@ -103,6 +111,7 @@ class VideoLoader:
         seed: int | None = None,
         before: UserTransform | None = None,
         after: UserTransform | None = None,
+        tokenize: Tokenizer | Mapping[str, Tokenizer] | None = None,
         config: LoaderConfig | dict[str, Any] | PathLike | None = None,
         **fields: Any,
     ) -> None:
@@ -114,56 +123,51 @@ class VideoLoader:
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
         remote.use(**self.config.remote.model_dump(exclude_none=True))
-        entries = collect(videos, self.config.source)
-        names = label_names(entries, self.config.source)
-        if names:
-            entries = number_labels(entries, names)
-        for entry in entries:
-            start_frame(entry)  # a bad row is told now, not when its turn comes
-        by_folder = self.config.source.label_from == "folder"
-        self._classes = (self.config.source.classes or class_names(entries)) if by_folder else names
-        clips = ClipTransform(self.config.transform, self.config.clip.frames)
-        kinds = column_kinds(entries, self.config.columns)
-        if self.config.transform.mix is not None:
-            _check_labels(entries, kinds, self.config.transform.mix)
-        order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size)
-        self._batches = batch_count(len(order), self.config)
-        if self._batches == 0:
-            raise ConfigError(
-                f"{len(entries)} videos over {world_size} rank(s) make no full batch of {self.config.batch.size}",
-                fix="use a smaller batch, more videos, or batch={'size': …, 'drop_last': False}"
-                if len(order)
-                else "give at least one video for each rank",
-            )
-        self._telemetry = Telemetry()
-        engines, helpers = _engines(self.config, self.device, self._telemetry)
-        files = OpenFiles(self.config.cache.open_files)
+        looks = self.config.batch.buckets is not None or self.config.source.filter != FilterConfig()
+        processes = max(1, cpu_quota() // local_ranks(self.device)) if looks else 1
+        listing = list_videos(videos, self.config, processes)
+        tokenizers = Tokenizers(tokenize, listing.kinds) if tokenize is not None else None
+        entries = listing.entries
+        self._classes, self._left_out = listing.classes, listing.left_out
+        makers = Makers(self.config)
+        order = Order(len(entries), self.config.seed, self.config.shuffle, rank, world_size, listing.mixture)
+        grouping, shapes, bad = group(order, self.config, entries, makers.plain.dtype.itemsize, processes)
+        self._telemetry = Telemetry(nvtx.marker(self.device))
+        engines, helpers = engines_of(self.config, self.device, self._telemetry)
+        files = OpenFiles(self.config.cache.open_files, self._telemetry)
         for engine in [*engines, *helpers]:
             engine.files = files
         stream = _cuda_stream(self.device) if self.device.type == "cuda" else None
         self._job = Job(
             entries=entries,
             order=order,
+            grouping=grouping,
+            shapes=digest(shapes) if shapes is not None else "",
+            bad_files=bad,
             config=self.config,
-            transform=clips,
+            makers=makers,
             custom=_custom(before, after, self.config.transform),
-            kinds=kinds,
+            kinds=listing.kinds,
+            tokenizers=tokenizers,
             device=self.device,
             stream=stream,
             engines=engines,
             helpers=helpers,
             helping=Helping(len(helpers)) if helpers and self.config.decode.cpu_workers else None,
-            index_workers=_index_workers(self.device),
+            index_workers=index_workers(self.device),
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
             read_ahead=far_ahead(self.config.cache, entries),
+            digest=states.digest([entry.path for entry in entries], listing.mixture),
         )
+        self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after, shapes)
         if stream is not None:
-            threading.Thread(target=_compile, args=(self._job.transform, self.device), name="gpupipe-compile").start()
+            threading.Thread(target=_compile, args=(makers.plain, self.device), name="gpupipe-compile").start()
         for name in _COUNTS + (_CACHE_COUNTS if self._job.clips is not None else ()):
             self._telemetry.count(name, 0)
-        self._epoch = 0
+        self._next = self._position = Position()
+        """Where the next ``iter()`` begins, and what the trainer has received."""
         self._iterator: weakref.ref[BatchIterator] | None = None
         self._pipeline: Pipeline | None = None
         self._owner = os.getpid()
@@ -172,18 +176,46 @@ class VideoLoader:
         weakref.finalize(self, self._job.kill).atexit = False
 
     @property
-    def dataset(self) -> list[str]:
-        """The paths of all videos, in source order."""
-        return [entry.path for entry in self._job.entries]
+    def dataset(self) -> ClipDataset:
+        """The videos as a map-style dataset: ``dataset.paths`` names them, ``dataset[k]`` makes one clip."""
+        return self._dataset
 
     @property
-    def batch_size(self) -> int:
-        return self.config.batch.size
+    def sampler(self) -> EpochSampler:
+        """Which videos come in this rank's next epoch; with ``set_epoch``."""
+        return EpochSampler(self)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Clips in a batch; None where batches are planned from shapes or budgets, and differ."""
+        return None if self.config.batch.planned else self.config.batch.size
+
+    @property
+    def drop_last(self) -> bool:
+        return self.config.batch.last == "drop"
+
+    # As torch's DataLoader has them, for code that asks: threads of this process make batches that are ready on the device.
+    batch_sampler = collate_fn = generator = None
+    num_workers = 0
+    pin_memory = False
+
+    def as_dataloader(self) -> LoaderView:
+        """This loader as a ``torch.utils.data.DataLoader`` of the same batches, for tools that insist on one."""
+        return LoaderView(self)
+
+    def upcoming(self) -> list[int]:
+        """The videos of this rank's next ``iter()`` in the order in which they come, as positions in ``dataset.paths``."""
+        return [request.entry for one in self._job.grouping.groups(self._next) for request in one.requests]
 
     @property
     def classes(self) -> tuple[str, ...]:
         """The names of the classes in the order of their numbers, where labels are names or folders; else none."""
         return self._classes
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Videos that ``source.filter`` left out, with the reason."""
+        return dict(self._left_out)
 
     @property
     def bad_files(self) -> dict[str, str]:
@@ -197,27 +229,76 @@ class VideoLoader:
             raise ConfigError(f"epoch={epoch!r} is not a whole number", fix="count epochs from 0")
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
-        self._epoch = number
+        if number != self._next.epoch:  # else it may be taken up within
+            self._next = Position(number)
+        self._position = self._next
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands: what the trainer has received so far, however many batches are under way; see
+        :meth:`load_state_dict`.
+
+        At any time, also amid an epoch; nothing is consumed. Plain data that JSON can write. Every rank may save its own, but
+        one serves all ranks, under another number of them too; only where batches come as they are completed
+        (``jitter.in_order`` off) each rank needs its own. ``batch.state`` has it for each batch.
+        """
+        return states.to_dict(self._job, self._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Makes the next ``iter()`` go on behind what had been received when ``state`` was saved; an empty one does nothing.
+
+        The batches are those that the uninterrupted run would have had, bit for bit, where the configuration is the same. Under
+        another number of ranks or another batch size the samples come in the same global sequence, each with the same pixels.
+        ``set_epoch`` with the state's own epoch changes nothing; with another one that epoch begins at its start.
+
+        Raises:
+            ConfigError: for a state of another version, list of videos, seed or order, or what is no state.
+        """
+        if isinstance(state, Mapping) and not state:
+            return
+        self._next = self._position = states.from_dict(self._job, state)
 
     def __len__(self) -> int:
-        """Batches in an epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``."""
-        return self._batches
+        """Batches in the next epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``. Epochs differ only where
+        batches are planned from shapes (``batch.buckets``). An epoch that is taken up within has those that are left of them.
+
+        Raises:
+            TypeError: with ``repeat``, where there is no end.
+        """
+        if self.config.repeat:
+            raise TypeError("this VideoLoader has no length: repeat=True makes its iterator go on for ever")
+        return self._job.grouping.count(self._next.epoch)
 
     @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:
         if torch.utils.data.get_worker_info() is not None or os.getpid() != self._owner:
-            raise _forked()
-        _refuse_inside(self._job, "iter() of a VideoLoader")
+            raise forked()
+        refuse_inside(self._job, "iter() of a VideoLoader")
         with self._iterating:
             if self._closed:
                 raise ClosedError("this VideoLoader is closed", fix="make a new one")
             self._end_iterator("a newer iter() of the same VideoLoader has ended this iterator")
-            epoch, self._epoch = self._epoch, self._epoch + 1
-            groups = group(self._job.order.requests(epoch), self.config)
-            self._pipeline = Pipeline(self._job, groups, epoch)
-            iterator = BatchIterator(self._pipeline, self._job, self)
+            iterator = BatchIterator(*self._begin(), self._job, self)
             self._iterator = weakref.ref(iterator)
         return iterator
+
+    def _begin(self) -> tuple[Pipeline, Position]:
+        """Starts the next epoch, or what is left of it; and where that begins."""
+        start = self._next
+        self._pipeline = Pipeline(self._job, self._job.grouping.groups(start), start.epoch, resumed=start.within)
+        self._next, self._position = Position(start.epoch + 1), start
+        return self._pipeline, start
+
+    def _go_on(self) -> tuple[Pipeline, Position]:
+        """The same behind an epoch that has ended, for the iterator that had it."""
+        with self._iterating:
+            if self._closed:
+                raise Closed
+            return self._begin()
+
+    def _receive(self, position: Position | None) -> dict[str, Any]:
+        """Notes what the trainer has received, None: all of its epoch; the state after that."""
+        self._position = position or self._next
+        return self.state_dict()
 
     def replay(self, record: ClipRecord) -> torch.Tensor:
         """One clip made again, from its record in :attr:`Batch.clips <gpupipe.Batch>` alone; also amid an epoch.
@@ -243,11 +324,22 @@ class VideoLoader:
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
         ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,
-        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``occupancy``.
+        ``substituted``, ``wait_seconds`` (consumer, with ``wait_p50_seconds`` and ``wait_p99_seconds``), ``stalls`` and
+        ``stall_seconds`` (waits for another than an epoch's first batch), and of the jitter buffer now: ``occupancy`` (batches
+        ready), ``in_flight`` (these and those in preparation), ``jitter_bytes`` (theirs; at most so far ``jitter_peak_bytes``),
+        ``jitter_depth`` and its marks ``jitter_low_water`` and ``jitter_high_water``;
+        ``to_device_bytes`` and ``device_written_bytes`` (see :func:`gpupipe.data.stages.traffic`).
+
+        ``stages`` has for each stage a :class:`gpupipe.data.stages.StageFigures`; ``limit`` says in words which one limits, by
+        the rule of :mod:`gpupipe.data.verdict`.
         """
         iterator = self._iterator() if self._iterator is not None else None
-        occupancy = iterator.occupancy if iterator is not None else 0
-        return {**self._telemetry.snapshot(), "occupancy": occupancy}
+        levels = iterator.levels if iterator is not None else NO_LEVELS
+        queues = iterator.queues if iterator is not None else {}
+        counts = {"stall_seconds": 0.0, **self._telemetry.snapshot()}
+        found = stages(self._telemetry, counts, queues, custom=self._job.custom.is_there)
+        more = {"stages": found, "limit": limit(found).text}
+        return counts | levels | self._job.depth.levels | traffic(counts, self.device) | more
 
     def close(self) -> None:
         """Ends the iterator and the threads, and leaves the decoders to the next loader (:func:`gpupipe.free_decoders`).
@@ -256,7 +348,7 @@ class VideoLoader:
         """
         if os.getpid() != self._owner:  # in a forked child threads and decoders are the parent's
             return
-        _refuse_inside(self._job, "close() of a VideoLoader")
+        refuse_inside(self._job, "close() of a VideoLoader")
         with self._iterating:
             self._end_iterator("its VideoLoader was closed")
             if not self._closed:
@@ -284,91 +376,9 @@ class VideoLoader:
         )
 
     def __repr__(self) -> str:
-        return f"VideoLoader({len(self._job.entries)} videos, {len(self)} batches of {self.batch_size}, on {self.device})"
-
-
-class BatchIterator(Iterator[Batch]):
-    """One epoch's iterator. Its end, by exhaustion, ``break``, an error or garbage collection, ends the pipeline's threads."""
-
-    def __init__(self, pipeline: Pipeline, job: Job, loader: VideoLoader) -> None:
-        self._pipeline = pipeline
-        self._job = job
-        self._loader: VideoLoader | None = loader  # which may have no other name: ``for batch in VideoLoader(…)``
-        self._ended: str | None = None
-        self._finished = False
-        self._owner = os.getpid()
-        weakref.finalize(self, pipeline.abandon)
-
-    @property
-    def occupancy(self) -> int:
-        return self._pipeline.occupancy
-
-    def __next__(self) -> Batch:
-        if os.getpid() != self._owner:
-            raise _forked()
-        _refuse_inside(self._job, "next() of a VideoLoader's iterator")
-        if self._finished:
-            raise StopIteration
-        if self._ended is not None:
-            raise ClosedError(f"this iterator cannot go on: {self._ended}", fix="use the newer iterator, or iterate again")
-        try:
-            ready = self._pipeline.take()
-            if ready is None:
-                self._finish()
-                raise StopIteration
-            batch, complete = ready
-            if complete is not None:
-                with stage("hand-over"):
-                    hand_over(batch.values(), [complete], torch.cuda.current_stream(self._job.device))
-        except Closed:
-            raise ClosedError(f"this iterator cannot go on: {self._ended or 'it was ended'}", fix="iterate again") from None
-        except StopIteration:
-            raise
-        except BaseException as error:
-            self.end(f"it failed with {type(error).__name__}: {error}")
-            raise
-        self._job.telemetry.count("batches")
-        if self._job.device.type == "cpu":
-            heap.tidy()
-        return batch
-
-    def _finish(self) -> None:
-        self._finished = True
-        self._pipeline.stop()
-        self._loader = None
-        if self._job.bad_files:
-            count = len(self._job.bad_files)
-            names = ", ".join(sorted(self._job.bad_files)[:10])
-            message = f"{count} files could not be used so far: {names} (see VideoLoader.bad_files)"
-            self._job.telemetry.warn_once(f"{count} bad files", message)
-
-    def close(self) -> None:
-        """Ends this epoch and its threads; may be called again."""
-        _refuse_inside(self._job, "close() of a VideoLoader's iterator")
-        self.end("it was closed")
-
-    def end(self, why: str) -> None:
-        """Ends the pipeline; a later ``next()`` says why."""
-        if not self._finished and self._ended is None:
-            self._ended = why
-        self._pipeline.stop()
-        self._loader = None
-
-
-def _forked() -> ClosedError:
-    return ClosedError(
-        "a VideoLoader cannot be iterated in a forked or worker process: CUDA and threads do not survive a fork",
-        fix="iterate it in the process that made it, not through torch's DataLoader: it has threads of its own",
-    )
-
-
-def _refuse_inside(job: Job, call: str) -> None:
-    """Raises GraphError in a transform of this loader's user, whose own thread the call would wait for."""
-    if job.custom.calling:
-        raise GraphError(
-            f"{call} was called while it makes a clip, in its own before= or after= transform",
-            fix="iterate it from outside; a transform that needs other clips takes a VideoLoader or VideoReader of its own",
-        )
+        batches = "no end of" if self.config.repeat else str(len(self))
+        size = f" of {self.batch_size}" if self.batch_size is not None else ""
+        return f"VideoLoader({len(self._job.entries)} videos, {batches} batches{size}, on {self.device})"
 
 
 def _custom(before: UserTransform | None, after: UserTransform | None, config: TransformConfig) -> Custom:
@@ -378,18 +388,6 @@ def _custom(before: UserTransform | None, after: UserTransform | None, config: T
             fix = "write one function that calls them one after the other" if several else "give a function of a Clip"
             raise ConfigError(f"{name}={function!r} cannot be called", fix=fix)
     return Custom(before, after, config.untagged_matrix, config.untagged_range)
-
-
-def _check_labels(entries: Sequence[Entry], kinds: Mapping[str, Kind], mix: MixConfig) -> None:
-    """Raises ConfigError unless every video has a label that ``mix`` knows."""
-    if kinds.get("label") != "int":
-        raise ConfigError("transform.mix needs a label for each video, a whole number", fix="see labels in the README's table")
-    for entry in entries:
-        if not 0 <= int(entry.columns["label"]) < mix.num_classes:
-            raise ConfigError(
-                f"{entry.path} has the label {entry.columns['label']}, transform.mix.num_classes is {mix.num_classes}",
-                fix="labels go from 0 to num_classes - 1",
-            )
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:
@@ -406,71 +404,3 @@ def _clip_cache(config: CacheConfig, device: torch.device, telemetry: Telemetry)
     if config.clips == "off":
         return None
     return ClipCache(device, config.clips, int(config.clips_gib * 2**30), telemetry)
-
-
-def _index_workers(device: torch.device) -> int:
-    """Processes that index ahead: half the cores beside NVDEC; none on the CPU, where decoding has use for every core."""
-    return 0 if device.type == "cpu" else max(1, min(8, cpu_quota() // 2))
-
-
-def _hardware_threads(decode: DecodeConfig, device: torch.device, telemetry: Telemetry) -> int:
-    """Threads that keep this device's NVDEC engines busy, through PyNvVideoCodec or DALI; 0 where software decodes.
-
-    Raises:
-        DeviceError: when ``decode.decoder`` cannot be had here.
-    """
-    if device.type != "cuda":
-        if decode.decoder in ("nvdec", "dali"):
-            message = f"decoder={decode.decoder!r} needs a CUDA device, this loader is on the CPU"
-            raise DeviceError(message, fix="use device='cuda'")
-        return 0
-    load("cupy")
-    caps = nvdec_caps(device.index or 0, "h264", "4:2:0", 8)
-    if decode.decoder == "dali":
-        load("nvidia.dali")
-    elif not caps.supported:
-        if decode.decoder == "nvdec":
-            raise DeviceError(f"decoder='nvdec' cannot be had: {caps.reason}", fix="see `gpupipe doctor`")
-        telemetry.warn_once("no nvdec", f"videos are decoded on the CPU: {caps.reason}")
-        return 0
-    return 0 if decode.decoder == "cpu" else caps.engines + max(1, caps.engines // 2)
-
-
-def _engines(config: LoaderConfig, device: torch.device, telemetry: Telemetry) -> tuple[list[DecodeEngine], list[DecodeEngine]]:
-    """The engines, one a thread, and those that decode in software beside NVDEC.
-
-    On the CPU one for each core. On CUDA half again as many as NVDEC has, so that while one thread waits for its last frames,
-    or has none yet, another keeps the hardware busy. ``cpu_workers="auto"`` goes by this rank's share of the cores. Beside
-    NVDEC it leaves half a core to each of these threads, and a quarter of all to the user: where a cgroup bounds the cores, one
-    process too many holds up all threads.
-    """
-    decode = config.decode
-    hardware = _hardware_threads(decode, device, telemetry)
-    fallbacks = Fallbacks()
-
-    def engines(count: int, *, processes: bool = False, nice: int = 0) -> list[DecodeEngine]:
-        return [
-            DecodeEngine(
-                device,
-                mode=decode.decoder,
-                keep=decode.decoders_per_thread,
-                fallbacks=fallbacks,
-                telemetry=telemetry,
-                process=DecodeProcess(nice) if processes else None,
-                damaged=decode.damaged,
-            )
-            for _ in range(count)
-        ]
-
-    cores = cpu_quota()
-    if decode.cpu_workers == "auto":
-        workers = max(1, cores * 3 // (4 * local_ranks(device)))
-    else:
-        workers = decode.cpu_workers
-    if not hardware:
-        return engines(workers or decode.threads or cores, processes=workers > 0), []
-    threads = decode.threads or hardware
-    if decode.cpu_workers == "auto":
-        workers = max(1, workers - (threads + 1) // 2)
-    beside = 0 if decode.decoder in ("nvdec", "dali") else workers or max(1, min(4, cores // 4))
-    return engines(threads), engines(beside, processes=True, nice=_NICE)

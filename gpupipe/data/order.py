@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpupipe.data.shuffle import shuffled
 from gpupipe.types import ClipRequest
 
-_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX, BEFORE, AFTER = range(7)
+if TYPE_CHECKING:
+    from gpupipe.data.mixture import Mixture
+
+_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX, BEFORE, AFTER, SLOTS, ROUNDS = range(9)
 """Independent streams of random numbers, one a purpose."""
 
 
@@ -29,30 +34,51 @@ def clip_generator(request: ClipRequest, purpose: int, clip: int = 0) -> np.rand
 class Order:
     """The sequence of requests that one rank makes in an epoch.
 
-    Samples are numbered 0 … n - 1 over all ranks; rank r takes r, r + world_size, … so that the global sequence is the same
-    for any number of ranks. The last n % world_size samples are left out, so that all ranks have equally many.
+    Samples are numbered over all ranks; rank r takes r, r + world_size, … so that the global sequence is the same for any
+    number of ranks, and a run that goes on under another number of them still has each sample once.
     """
 
     entries: int
     seed: int
-    shuffle: bool = True
+    shuffle: bool | int = True
     rank: int = 0
     world_size: int = 1
+    mixture: Mixture | None = None
+    """Which entries an epoch visits; None: each once."""
 
     def __len__(self) -> int:
-        return self.entries // self.world_size
+        """Samples of an epoch, over all ranks."""
+        return self.entries if self.mixture is None else len(self.mixture)
 
-    def requests(self, epoch: int) -> list[ClipRequest]:
-        """This rank's requests of ``epoch``, in the order in which they are delivered."""
-        if self.shuffle:
-            order = generator(self.seed, _ORDER, epoch).permutation(self.entries)
-        else:
-            order = np.arange(self.entries)
-        samples = range(self.rank, len(self) * self.world_size, self.world_size)
-        return [ClipRequest(self.seed, epoch, sample, int(order[sample])) for sample in samples]
+    def sequence(self, epoch: int) -> np.ndarray:
+        """(n,) int64: the entry of each sample of ``epoch``, over all ranks."""
+        if self.mixture is not None:
+            return self.mixture.entries(self.seed, epoch, self.shuffle)
+        return shuffled(generator(self.seed, _ORDER, epoch), self.entries, self.shuffle)
 
-    def substitute(self, request: ClipRequest) -> ClipRequest:
-        """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt)."""
+    def requests(self, epoch: int, start: int, count: int) -> list[ClipRequest]:
+        """``count`` requests of this rank, in the order in which they are delivered, behind the first ``start`` of all ranks.
+
+        Past the last sample the sequence begins again. Numbers go on, so that a video's second clip is not the first one again.
+        """
+        order = self.sequence(epoch)
+        first = start + self.rank
+        samples = range(first, first + count * self.world_size, self.world_size)
+        return [ClipRequest(self.seed, epoch, sample, int(order[sample % len(order)])) for sample in samples]
+
+    def substitute(self, request: ClipRequest, among: np.ndarray | None = None) -> ClipRequest:
+        """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt).
+
+        In a mixture it is one of the same source, so that the shares stay as they are.
+
+        Args:
+            among: ascending entries of which it is one; None: of all.
+        """
         attempt = request.attempt + 1
-        draw = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt).integers(self.entries)
-        return ClipRequest(request.seed, request.epoch, request.sample, int(draw), attempt)
+        first, behind = (0, self.entries) if self.mixture is None else self.mixture.peers(request.entry)
+        draws = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt)
+        if among is None:
+            entry = int(draws.integers(first, behind))
+        else:
+            entry = int(draws.choice(among[np.searchsorted(among, first) : np.searchsorted(among, behind)]))
+        return replace(request, entry=entry, attempt=attempt)

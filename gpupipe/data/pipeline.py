@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import torch
 
 from gpupipe.data import index as indices
-from gpupipe.data.assembly import Arrival, Assembly
+from gpupipe.data.assembly import Arrival
+from gpupipe.data.clips import make_clips
 from gpupipe.data.crew import Crew, TakenAway, Worker
 from gpupipe.data.decode import DecodeEngine, Decoder, Schedule, Unsupported
+from gpupipe.data.group import Group
 from gpupipe.data.index.ahead import IndexAhead
-from gpupipe.data.jitter import Closed, JitterBuffer
+from gpupipe.data.jitter import Closed, JitterBuffer, Late
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
-from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.prepare import ReadAhead, prepare
 from gpupipe.data.scan.store import make
+from gpupipe.data.source.arrays import filled
+from gpupipe.data.stages import IDLE, INDEX_WAIT, RUNNING, Consumer, count_bytes
+from gpupipe.data.starving import starved
 from gpupipe.data.stop import Stopped, stoppable
-from gpupipe.data.transform import ClipInput
+from gpupipe.data.tasks import batch_bytes, further_batches, most_bytes, tasks, visits_per_batch
 from gpupipe.data.transform.custom import Call, CallFailed
-from gpupipe.data.visit import Skipped, Task, Visit, all_skipped, further_batches, visits_per_batch
+from gpupipe.data.visit import Skipped, Task, Visit, all_skipped
+from gpupipe.device.doing import at, doing
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
-from gpupipe.types import Batch, ClipRecord, ClipRequest, Planes
+from gpupipe.telemetry import Clock
+from gpupipe.types import Batch, Planes
 
 _BAD = (OpenError, DecodeError, SampleError)
 """Errors that are a sample's own."""
@@ -39,6 +46,8 @@ _GRACE_SECONDS = 5.0
 """How much longer than a video may take until its thread counts as stuck: by then it would have noticed by itself."""
 _PATIENCE_SECONDS = 2.0
 """How long a user's own transform may have run until the end of the pipeline no longer waits for it."""
+_HUNG_SECONDS = 2.0
+"""How long the end of a pipeline that starved its consumer waits for threads, which may hang."""
 _LATE = "leave the file out, or raise decode.limit_seconds"
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
@@ -49,10 +58,15 @@ Work = Task | Visit | Call
 """What a thread may get stuck in."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Skipped:
     """Stands for a batch of which every clip was skipped."""
 
+    index: int
 
+
+Finished = tuple[Ready | _Skipped, float]
+"""A batch, and when it was ready."""
 _running: weakref.WeakSet[Pipeline] = weakref.WeakSet()
 
 
@@ -66,35 +80,49 @@ def _stop_all() -> None:
 class Pipeline:
     """Makes the batches of one epoch, with one thread for each of the job's engines."""
 
-    def __init__(self, job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int = 0) -> None:
+    def __init__(self, job: Job, groups: Sequence[Group], epoch: int, *, resumed: bool = False) -> None:
         self._job = job
-        self._jitter: JitterBuffer[Ready | _Skipped] = JitterBuffer(
-            job.config.jitter.depth,
-            job.telemetry,
-            on_room=lambda: self._schedule.room(),
-            in_order=job.config.jitter.in_order,
-        )
+        self._starved = False
         self._stopping = False
-        self._delivered = first_batch > 0  # an epoch that goes on has delivered before
+        self.consumer = Consumer(job.telemetry)
+        self._clocks: dict[int, Clock] = {-1: job.telemetry.clock(RUNNING)}
+        """Those of the threads at work by their places in the crew, and the pipeline's own."""
+        self._delivered = resumed  # an epoch that goes on has delivered before
+        self.skipped: list[int] = []
+        """Positions of the batches that :meth:`take` has passed over, since every clip was skipped."""
         self._skipped: list[Skipped] = []
         self._owner = os.getpid()
         self._streams = _streams(job)
-        requests = [request for requests in groups[first_batch:] for request in requests]
+        requests = [request for group in groups for request in group.requests]
         paths = [job.file_of(job.entries[request.entry]) for request in requests]
         self._ahead = IndexAhead(paths, job.index_workers, first=job.config.batch.size)
-        depth, visits = job.config.jitter.depth, visits_per_batch(job.config)
-        further = further_batches(job.config, job.transform) if job.helping is not None else 0
+        visits = visits_per_batch(groups)
+        size = batch_bytes(job, groups)
+        further = further_batches(visits, size) if job.helping is not None else 0
+        self._jitter: JitterBuffer[Finished] = JitterBuffer(
+            job.depth,
+            job.telemetry,
+            on_room=lambda: self._schedule.room(),
+            in_order=job.config.jitter.in_order,
+            most_bytes=most_bytes(job.config.jitter, size),
+        )
+
+        def reserve(size_bytes: int) -> int | None:
+            return self._jitter.reserve(further if self._schedule.far else None, size_bytes)
+
+        ends = list(accumulate((len(group.requests) for group in groups), initial=0))
         self._schedule: Schedule[Task, Visit] = Schedule(
-            _tasks(job, groups, epoch, first_batch, lambda: self._jitter.reserve(further if self._schedule.far else 0)),
+            tasks(job, groups, epoch, reserve),
             self._prepare,
             hardware=len(job.engines) if job.helpers else 0,
             helping=job.helping,
-            window=depth * visits,
+            window=job.depth.lowest * visits,
             further=further * visits,
-            reach=lambda: (self._jitter.taken + depth) * visits,
+            reach=lambda: ends[min(self._jitter.reach, len(groups))],
             behind=lambda: self._jitter.behind,
+            waits=job.telemetry.at,
         )
-        self._jitter.finish(len(groups) - first_batch)
+        self._jitter.finish(len(groups))
         self._crew: Crew[DecodeEngine, Work] = Crew(
             [*job.engines, *job.helpers],
             self._work,
@@ -107,7 +135,7 @@ class Pipeline:
         )
         self._read_ahead = ReadAhead(
             requests,
-            job.config.clip,
+            lambda request: job.makers.clip(request.shape),
             lambda request: job.entries[request.entry],
             job.file_of,
             job.files,
@@ -125,20 +153,38 @@ class Pipeline:
             raise
 
     @property
-    def occupancy(self) -> int:
-        """Batches ready and not yet taken."""
-        return self._jitter.occupancy
+    def levels(self) -> dict[str, int]:
+        """Batches and bytes in the jitter buffer, as :meth:`JitterBuffer.levels` has them."""
+        return self._jitter.levels()
+
+    @property
+    def queues(self) -> dict[str, int]:
+        """What waits for a stage now: clips for ``decode``, begun batches for ``assemble``, ready ones in the ``buffer``."""
+        ready = self._jitter.occupancy
+        return {"decode": self._schedule.waiting, "assemble": max(0, self._jitter.in_flight - ready), "buffer": ready}
 
     def take(self) -> Ready | None:
         """The next batch and the event that completes it; None after the last.
 
         Raises:
             GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
+            StarvedError: when nothing came within ``timeout_seconds``. Threads may hang then: :meth:`stop` waits for none long.
             Closed: when the pipeline was stopped.
         """
-        ready = self._jitter.take()
-        while isinstance(ready, _Skipped):
-            ready = self._jitter.take()
+        seconds = self._job.config.timeout_seconds
+        self.consumer.asks()
+        try:
+            with self._job.telemetry.at("wait"):
+                finished = self._jitter.take(seconds)
+                while finished is not None and isinstance(finished[0], _Skipped):
+                    self.skipped.append(finished[0].index)
+                    finished = self._jitter.take(seconds)
+        except Late:
+            self._starved = True
+            raise starved(seconds or 0.0, map(doing, self._crew.threads), time.monotonic()) from None
+        ready, since = finished or (None, None)
+        assert not isinstance(ready, _Skipped)
+        self.consumer.gets(since)
         if ready is None and not self._delivered and self._skipped:
             raise all_skipped(self._skipped, self._job.bad_files)
         self._delivered = True
@@ -149,10 +195,11 @@ class Pipeline:
         if self._forked:
             return
         self.abandon()
-        self._crew.join()
+        until = time.monotonic() + (_HUNG_SECONDS if self._starved else math.inf)
+        self._crew.join(until - time.monotonic())
         for thread in self._ahead.threads:
             if thread.ident is not None:  # it was started
-                thread.join()
+                thread.join(max(0.0, until - time.monotonic()) if self._starved else None)
         self._read_ahead.join()
         self._settle()
         self._schedule.let_go()  # of the batch under construction
@@ -181,6 +228,9 @@ class Pipeline:
         if self._forked:
             return
         self._stopping = True
+        self.consumer.end()
+        for clock in list(self._clocks.values()):
+            clock.end()
         self._crew.end()
         self._ahead.abandon()
         self._read_ahead.abandon()
@@ -211,26 +261,35 @@ class Pipeline:
         # Without NVDEC all engines stand in one line, whatever it is called.
         kind: Decoder = "nvdec" if worker.line < len(job.engines) else "cpu"
         place = worker.line if kind == "nvdec" else worker.line - len(job.engines)
+        clock = self._clocks[worker.line] = job.telemetry.clock("plan", own=True)
         try:
             if engine.stream is not None:  # a new thread's current GPU is the first one, whatever this loader's is
                 torch.cuda.set_device(engine.device)
             while not self._stopping:
                 if kind == "cpu" and not engine.ready:  # before it has a clip, which would have to wait for that
-                    if not self._schedule.wait_until_wanted(place):
-                        return
-                    engine.get_ready(lambda: self._stopping)
+                    with job.telemetry.at(IDLE):
+                        if not self._schedule.wait_until_wanted(place):
+                            return
+                        with at("process"):
+                            engine.get_ready(lambda: self._stopping)
                 visit = self._schedule.take(kind, place)
                 if visit is None:
                     return
                 # Where it helps: not the task, since what becomes of that is the schedule's affair.
-                worker.begin(visit if self._schedule.is_lent(visit, kind) else visit.task)
+                lent = self._schedule.is_lent(visit, kind)
+                worker.begin(visit if lent else visit.task)
+                if not lent:
+                    self._jitter.begin(visit.task.batch)
                 self._serve(engine, kind, visit)
+                job.telemetry.about("")
                 del visit  # while this thread waits for the next one, the batch may be used and dropped
         except (Stopped, Closed, TakenAway):
             return
         except BaseException as error:  # crosses to the consumer, who raises it
             if not worker.given_up:
                 self._fail(error)
+        finally:
+            clock.end()
 
     def _fail(self, error: BaseException) -> None:
         self._jitter.fail(error.error if isinstance(error, CallFailed) else error)
@@ -244,6 +303,7 @@ class Pipeline:
         engines[place] = worker.engine.twin()
         worker.engine.give_up()
         self._streams = _streams(job)
+        self._clocks[worker.line].end()
         job.telemetry.count("threads_given_up")
         return engines[place]
 
@@ -271,6 +331,7 @@ class Pipeline:
 
     def _watch(self, call: Call | None) -> None:
         """Told of the calls of the user's own transforms."""
+        self._job.telemetry.turn_own("transform" if call is None else "custom")
         if call is None:
             self._crew.me.claim()
         elif self._stopping:
@@ -282,6 +343,7 @@ class Pipeline:
     def _serve(self, engine: DecodeEngine, kind: Decoder, visit: Visit) -> None:
         """Makes a visit's clips; what fails is left to the other kind of engine, substituted, skipped or raised."""
         begin = time.perf_counter()
+        self._job.telemetry.about(f"batch {visit.task.assembly.index}")
         decoder: Decoder = "cpu" if kind == "cpu" else visit.decoder
         try:
             try:
@@ -289,7 +351,7 @@ class Pipeline:
                 planes = self._help(engine, visit) if helps else self._decode(engine, decoder, visit)
                 if planes is None:
                     return
-                arrivals = self._make(engine, decoder, visit, planes)
+                arrivals = make_clips(self._job, visit, planes, decoder, engine.stream, self._give_up, self._watch)
             except Unsupported:  # NVDEC gave up on it
                 self._crew.me.claim()
                 self._schedule.pass_on(replace(visit, choice=engine.choose(visit.index)))
@@ -323,32 +385,36 @@ class Pipeline:
         job, me = self._job, self._crew.me
         while task is not None:
             request, entry = task.request, job.entry_of(task)
+            job.telemetry.about(f"batch {task.assembly.index}")
             ahead = self._read_ahead.take(request)
             begun = partial(me.begin, task)
             begun()
             try:
                 if entry.path in job.stuck_in:
                     raise DecodeError(f"{entry.path}: a visit to it took too long before", fix=_LATE, path=entry.path)
-                with job.telemetry.span("index"):
-                    self._ahead.wait_for(job.file_of(entry))
+                with job.telemetry.span("index"), at("index", entry.path):
+                    with job.telemetry.at(INDEX_WAIT):
+                        self._ahead.wait_for(job.file_of(entry))
                     index = indices.load(job.file_of(entry), partial(make, stop=self._give_up, begun=begun))
                 if index.info.damage is not None:
                     job.telemetry.warn_once(f"damage {entry.path}", f"{entry.path} is cut or damaged: {index.info.damage}")
                 choice = job.engines[0].choose(index)
                 if ahead is None or ahead.index is not index:  # or: the file has changed since
-                    ahead = prepare(job.config.clip, request, entry, index, job.config.transform.crops)
+                    ahead = prepare(job.makers.clip(request.shape), request, entry, index, job.config.transform.crops)
                 kept = job.clips.find(index, ahead.plan, choice.decoder) if job.clips is not None else None
+                entry = filled(entry, job.kinds, job.folder)
                 me.claim()
                 return Visit(task, entry, index, ahead.picks, ahead.plan, choice, kept)
             except _BAD as error:
                 me.claim()
-                task = self._after_failure(task, error)
+                task = self._after_failure(task, error, "plan" if isinstance(error, SampleError) else "index")
         return None
 
-    def _after_failure(self, task: Task, error: GpupipeError) -> Task | None:
+    def _after_failure(self, task: Task, error: GpupipeError, failed: str = "decode") -> Task | None:
         """Counts and names a bad sample; the task with a substitute for it, or None when its slots are skipped, and done."""
         job, entry = self._job, self._job.entry_of(task)
         job.telemetry.count("bad_clips", len(task.slots))
+        job.telemetry.count(f"{failed}_failures")
         task.assembly.unusable(task.slots[0], entry.path)
         job.bad_files.setdefault(entry.path, str(error))
         job.telemetry.warn_once(f"bad {entry.path}", f"{entry.path} cannot be used: {error}")
@@ -365,7 +431,7 @@ class Pipeline:
                 path=entry.path,
             ) from error
         job.telemetry.count("substituted")
-        return replace(task, request=job.order.substitute(task.request))
+        return replace(task, request=job.grouping.substitute(task.request))
 
     def _decode(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, *, whole: bool = False) -> Planes:
         if visit.kept is not None:
@@ -393,72 +459,25 @@ class Pipeline:
         self._job.telemetry.count("helps_late")
         return None
 
-    def _make(self, engine: DecodeEngine, decoder: Decoder, visit: Visit, planes: Planes) -> list[Arrival]:
-        job, info, task = self._job, visit.index.info, visit.task
-        maker = visit.kept.decoder if visit.kept is not None else decoder
-        records, clips = [], []
-        first = 0
-        with stage("transform", visit.entry.path), torch.cuda.stream(engine.stream), job.telemetry.span("transform"):
-            for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
-                frames = visit.plan.frame_map[first : first + len(pick.decoded)]
-                first += len(pick.decoded)
-                source = job.custom.prepare(planes, info, frames, pick, task.request, clip, self._watch)
-                params = job.transform.draw(
-                    source.info, clip_generator(task.request, AUGMENT, clip), clip, displayed=info.display_size
-                )
-                out = task.assembly.slot(slot, engine.stream)
-                records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
-                clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
-            job.transform.apply_batch(clips, self._give_up)
-            for each, record in zip(clips, records, strict=True):
-                job.custom.finish(each.out, info, record, job.transform, self._watch)
-            done = engine.stream.record_event() if engine.stream is not None else None
-        arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
-        job.telemetry.count("clips", len(arrivals))
-        job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))
-        if job.clips is not None and not visit.decoded:
-            job.telemetry.count("cache_misses", len(arrivals))
-        job.telemetry.count("frames_used", sum(len(set(pick.decoded)) for pick in visit.picks))
-        return arrivals
-
     def _arrived(self, task: Task, arrivals: list[Arrival] | None) -> None:
         for clip, slot in enumerate(task.slots):
             if task.assembly.arrive(slot, arrivals[clip] if arrivals is not None else None):
-                with stage("assemble"):
-                    finished = task.assembly.finish()
-                self._jitter.put(task.batch, finished or _Skipped())
+                telemetry = self._job.telemetry
+                with stage("assemble"), telemetry.span("assemble"):
+                    ready = task.assembly.finish(self._tokens if self._job.tokenizers is not None else None)
+                if ready is not None:
+                    count_bytes(telemetry, ready[0], self._job.device)
+                self._jitter.put(task.batch, (ready or _Skipped(task.assembly.index), telemetry.now()))
+
+    def _tokens(self, text: Mapping[str, list[str]], taken: Iterable[str]) -> dict[str, torch.Tensor]:
+        assert self._job.tokenizers is not None
+        with self._job.telemetry.span("tokenize"):
+            return self._job.tokenizers.tokens(text, taken, self._watch, self._check_wanted)
+
+    def _check_wanted(self) -> None:
+        if self._stopping:
+            raise Stopped
 
 
 def _streams(job: Job) -> list[torch.cuda.Stream]:
     return [engine.stream for engine in [*job.engines, *job.helpers] if engine.stream is not None]
-
-
-def _tasks(
-    job: Job, groups: list[list[ClipRequest]], epoch: int, first_batch: int, reserve: Callable[[], int | None]
-) -> Generator[Task | None]:
-    """All visits of the epoch in order; None while ``reserve`` has no number, since there is no room for another batch."""
-    clips, number = job.config.clip.clips_per_video, 0
-    for position, requests in enumerate(groups[first_batch:], first_batch):
-        while (batch := reserve()) is None:
-            yield None
-        with stage("allocate"):
-            assembly = Assembly(
-                len(requests) * clips,
-                job.transform.clip_shape,
-                job.transform.dtype,
-                job.device,
-                job.stream,
-                job.kinds,
-                memory_format=job.transform.memory_format,
-                mix=job.config.transform.mix,
-                epoch=epoch,
-                index=position,
-            )
-        visits = deque(
-            Task(number + place, batch, assembly, range(place * clips, (place + 1) * clips), request)
-            for place, request in enumerate(requests)
-        )
-        number += len(requests)
-        del assembly  # it may be long until the next one is asked for, and the batch dropped meanwhile
-        while visits:
-            yield visits.popleft()

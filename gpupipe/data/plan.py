@@ -49,6 +49,10 @@ class Plan:
         """What the same frames cost without leaving anything out: all packets from each start point on."""
         return sum(run.last - run.first + 1 for run in self.passes)
 
+    def packet_bytes(self, index: VideoIndex) -> int:
+        """Bytes of the packets to decode, of the video that the plan is for."""
+        return sum(int(index.size[list(run.packets)].sum()) for run in self.passes)
+
 
 def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
     """Plans the decode of frames given by display position, in any order and with repeats.

@@ -70,6 +70,7 @@ class ReadAhead:
 
     Args:
         requests: the visits of an epoch in order.
+        clip_of: how a request's clips take frames.
         entry_of: the video of a request.
         file_of: the path by which it is opened.
         wanted: whether the bytes of a prepared visit will be read.
@@ -80,7 +81,7 @@ class ReadAhead:
     def __init__(
         self,
         requests: Sequence[ClipRequest],
-        clip: ClipConfig,
+        clip_of: Callable[[ClipRequest], ClipConfig],
         entry_of: Callable[[ClipRequest], Entry],
         file_of: Callable[[Entry], str],
         files: OpenFiles,
@@ -89,7 +90,7 @@ class ReadAhead:
         crops: int = 1,
     ) -> None:
         self._requests = requests
-        self._clip = clip
+        self._clip_of = clip_of
         self._entry_of = entry_of
         self._file_of = file_of
         self._files = files
@@ -176,7 +177,7 @@ class ReadAhead:
         path = self._file_of(entry)
         index = indices.at_hand(path)
         if index is not None:
-            return prepare(self._clip, request, entry, index, self._crops)
+            return prepare(self._clip_of(request), request, entry, index, self._crops)
         if look_ahead(path):  # whoever makes its index will read all of it
             with open_file(path) as file:
                 file.will_need([(0, _MOST_BYTES)])

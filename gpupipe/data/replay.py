@@ -7,15 +7,11 @@ from typing import cast
 import torch
 
 from gpupipe.data import index as indices
-from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
+from gpupipe.data.decode import Mode
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
-from gpupipe.data.plan import make_plan
-from gpupipe.data.transform import ClipInput
-from gpupipe.data.transform.custom import CallFailed
-from gpupipe.device.stream import hand_over, stage
+from gpupipe.data.single import Which, make_clip
 from gpupipe.errors import ConfigError, SampleError
-from gpupipe.telemetry import Telemetry
 from gpupipe.types import ClipRecord, Entry
 
 
@@ -35,13 +31,14 @@ def replay(job: Job, record: ClipRecord) -> torch.Tensor:
         raise ConfigError(
             f"a clip is made again from its record, not from a {type(record).__name__}", fix="give batch.clips[k]"
         )
-    pick, transform = record.pick, job.transform
+    pick, transform = record.pick, job.makers.transform(record.request.shape)
     if len(pick.indices) != transform.frames:
         raise ConfigError(
             f"the record is of a clip of {len(pick.indices)} frames, this loader's have {transform.frames}",
             fix="use a loader with the configuration that the clip was made with",
         )
-    index = indices.load(job.file_of(Entry(record.path)))
+    entry = job.entries[record.request.entry] if record.request.entry < len(job.entries) else Entry(record.path)
+    index = indices.load(job.file_of(entry if entry.path == record.path else Entry(record.path)))
     first, last = min(pick.decoded), max(pick.decoded)
     if not 0 <= first <= last < index.info.frames:
         raise SampleError(
@@ -49,26 +46,7 @@ def replay(job: Job, record: ClipRecord) -> torch.Tensor:
             fix="was the file replaced? Give the one that the record was made from",
             path=record.path,
         )
-    plan = make_plan(index, pick.decoded)
+    which = Which(record.request, record.clip, pick)
     # Engines of the job belong to the threads of the epoch that may be under way.
     mode = cast(Mode, record.decoder)
-    engine = DecodeEngine(job.device, mode=mode, keep=1, fallbacks=Fallbacks(), telemetry=Telemetry())
-    try:
-        with torch.cuda.stream(engine.stream):
-            planes, _ = engine.decode(index, plan)
-            with stage("transform", record.path):
-                source = job.custom.prepare(planes, index.info, plan.frame_map, pick, record.request, record.clip)
-                shape = (1, *transform.clip_shape)
-                out = torch.empty(shape, dtype=transform.dtype, device=job.device, memory_format=transform.memory_format)[0]
-                transform.apply_batch(
-                    [ClipInput(source.planes, source.info, record.params, source.frame_map, out, source.blend)]
-                )
-                job.custom.finish(out, index.info, record, transform)
-            done = engine.stream.record_event() if engine.stream is not None else None
-        if done is not None:
-            hand_over([out], [done], torch.cuda.current_stream(job.device))
-        return out
-    except CallFailed as failed:
-        raise failed.error from failed.error.__cause__
-    finally:
-        engine.close()
+    return make_clip(index, which, transform, job.custom, lambda _: record.params, job.device, mode)[0]

@@ -54,6 +54,17 @@ def pick_frames(
     return _pad(config, index, real)
 
 
+def fills(config: ClipConfig, index: VideoIndex, frames: int, start_frame: int | None = None) -> bool:
+    """Whether a video has enough for a clip of so many frames, at whatever speed, from ``start_frame`` on where it is given."""
+    longer = config.model_copy(update={"frames": frames})
+    speed = max(config.speed)
+    if start_frame is not None:
+        return 0 <= start_frame < index.info.frames and len(_run(longer, index, start_frame, speed)) == frames
+    if config.sampling in ("uniform", "stratified"):
+        return index.info.frames >= frames
+    return _last_start(longer, index, speed) >= 0
+
+
 def _last_start(config: ClipConfig, index: VideoIndex, speed: float) -> int:
     """The last frame from which the whole clip fits; negative when it fits nowhere."""
     if config.fps is None:

@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gpupipe.config import LoaderConfig
 from gpupipe.data.assembly import Assembly
 from gpupipe.data.cache import KeptClip
 from gpupipe.data.decode import Choice, Decoder
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
-from gpupipe.data.transform import ClipTransform
 from gpupipe.errors import DecodeError
 from gpupipe.types import ClipRequest, Entry, FramePick
 
-_FURTHER_VISITS = 256
-"""Visits beyond the depth that may be prepared for helpers, at most."""
-_FURTHER_BYTES = 1 << 30
-"""Memory of the batches that these belong to, at most."""
 _NAMED = 5
 """Files that an error names."""
 
@@ -71,17 +64,6 @@ class Visit:
     def cost(self) -> float:
         """Pixels to decode."""
         return self.plan.packets * self.index.info.width * self.index.info.height
-
-
-def visits_per_batch(config: LoaderConfig) -> int:
-    """Visits that fill a batch."""
-    return config.batch.size // config.clip.clips_per_video
-
-
-def further_batches(config: LoaderConfig, transform: ClipTransform) -> int:
-    """Batches beyond the depth that may be under construction while helpers are at work."""
-    size = config.batch.size * math.prod(transform.clip_shape) * transform.dtype.itemsize
-    return min(math.ceil(_FURTHER_VISITS / visits_per_batch(config)), _FURTHER_BYTES // size)
 
 
 class Skipped(NamedTuple):

@@ -21,10 +21,15 @@ if TYPE_CHECKING:
 
 GPU_PACKAGES = "pip install '.[cuda13]' in a checkout of gpupipe ('.[cuda12]' for a CUDA 12 driver)"
 """How to get CuPy, PyNvVideoCodec and DALI."""
+OBSERVE_PACKAGES = "pip install '.[observe]' in a checkout of gpupipe"
+"""How to get what a monitor's sinks need."""
 _FIXES = {
     "cupy": GPU_PACKAGES,
     "PyNvVideoCodec": f"{GPU_PACKAGES}; in containers set NVIDIA_DRIVER_CAPABILITIES=compute,utility,video",
     "nvidia.dali": GPU_PACKAGES,
+    "pyarrow.parquet": "pip install pyarrow (gpupipe's extra 'parquet')",
+    "tensorboard": f"pip install tensorboard, or {OBSERVE_PACKAGES}",
+    "prometheus_client": f"pip install prometheus-client, or {OBSERVE_PACKAGES}",
 }
 
 

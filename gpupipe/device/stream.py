@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from gpupipe.device.doing import at
 from gpupipe.errors import DeviceMemoryError, GpupipeError, SyncError
 
 if TYPE_CHECKING:
@@ -34,14 +35,15 @@ def hand_over(tensors: Iterable[torch.Tensor], events: Iterable[torch.cuda.Event
 
 @contextmanager
 def stage(name: str, path: str | None = None) -> Iterator[None]:
-    """Names the stage in which CUDA failed.
+    """Names the stage in which CUDA failed, and meanwhile what this thread is at.
 
     Raises:
         DeviceMemoryError: for out of memory inside the block, the host's included.
         SyncError: for any other CUDA fault inside the block.
     """
     try:
-        yield
+        with at(name, path):
+            yield
     except GpupipeError:
         raise
     except Exception as error:

@@ -216,3 +216,28 @@ class _GpuCounters:
             float(decoder[0]) if decoder is not None else None,
             int(memory.used) if memory is not None else None,
         )
+
+
+class BusCounters:
+    """PCIe throughput of one GPU, as NVML measures it. One reading takes about 40 ms, which the driver measures for."""
+
+    def __init__(self, nvml: ModuleType, handle: Any) -> None:
+        self._nvml = nvml
+        self._handle = handle
+
+    @classmethod
+    def open(cls, device: torch.device) -> BusCounters | None:
+        """None for the CPU, and where there is no NVML."""
+        opened = open_nvml(device) if device.type == "cuda" else None
+        return None if opened is None else cls(*opened)
+
+    def read(self) -> tuple[float | None, float | None]:
+        """Bytes a second (from the GPU, to the GPU), of all processes together; None where this GPU does not tell."""
+
+        def ask(counter: int) -> float | None:
+            try:
+                return 1024.0 * float(self._nvml.nvmlDeviceGetPcieThroughput(self._handle, counter))  # it counts KiB
+            except self._nvml.NVMLError:
+                return None
+
+        return ask(self._nvml.NVML_PCIE_UTIL_TX_BYTES), ask(self._nvml.NVML_PCIE_UTIL_RX_BYTES)

@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from gpupipe.data.verdict import limit
 from gpupipe.errors import SourceError
 from gpupipe.observe.machine import ResourceSampler, ResourceUse, machine_facts
 
@@ -70,6 +71,8 @@ class Measurement:
     """Clips that were decoded although there is such a cache."""
     cache_bytes: int = 0
     """Bytes of decoded planes in it at the end."""
+    limit: str = ""
+    """What limits, in words: see :mod:`gpupipe.data.verdict`."""
     waits: tuple[float, ...] = field(default=(), repr=False)
     """How long the loop waited for each batch, in seconds."""
 
@@ -132,7 +135,7 @@ def measure(
             run.end = time.perf_counter()
         after = loader.stats()
     if not run.ends:
-        raise SourceError("the loader gave no batch", fix="use a smaller batch, or drop_last=False, or more videos")
+        raise SourceError("the loader gave no batch", fix="use a smaller batch, or last='partial', or more videos")
     return run.result(first, before, after, loader, warmup_batches, epochs.begun, sampler.result())
 
 
@@ -220,5 +223,6 @@ class _Run:
             bad_files=dict(loader.bad_files), warmup_batches=warmup, epochs=epochs, resources=resources,
             cache_hits=counted("cache_hits"), cache_misses=counted("cache_misses"),
             cache_bytes=int(after.get("cache_bytes", 0)),
+            limit=limit(after["stages"], before["stages"]).text,
             batch_ends=tuple(self.ends), batch_clips=tuple(self.sizes), waits=tuple(self.waits),
         )  # fmt: skip

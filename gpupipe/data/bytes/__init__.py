@@ -6,7 +6,9 @@ names it can go to another process, into an index and into an error.
 
 from __future__ import annotations
 
+import io
 from contextlib import suppress
+from typing import BinaryIO
 
 from gpupipe.data.bytes import name
 from gpupipe.data.bytes.file import Identity, VideoFile
@@ -14,7 +16,7 @@ from gpupipe.data.bytes.local import LocalFile
 from gpupipe.data.bytes.stream import ByteStream
 from gpupipe.errors import GpupipeError
 
-__all__ = ["ByteStream", "Identity", "LocalFile", "VideoFile", "for_ffmpeg", "look_ahead", "open_file"]
+__all__ = ["ByteStream", "Identity", "LocalFile", "VideoFile", "for_ffmpeg", "look_ahead", "open_file", "open_stream"]
 
 
 def open_file(path: str) -> VideoFile:
@@ -38,6 +40,19 @@ def open_file(path: str) -> VideoFile:
 
         return remote.RemoteFile(path)
     return LocalFile(path)
+
+
+def open_stream(path: str) -> BinaryIO:
+    """Opens a file by its name, wherever it lies, to be read from front to back.
+
+    Raises:
+        OSError: when a local file cannot be opened.
+        OpenError, DeviceError: as :func:`open_file`, for any other.
+    """
+    path = name.plain(path)
+    if name.is_local(path):
+        return open(path, "rb")
+    return io.BufferedReader(ByteStream(open_file(path)))
 
 
 def look_ahead(path: str) -> bool:

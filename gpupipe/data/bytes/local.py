@@ -16,6 +16,7 @@ from typing import Self
 from gpupipe.data.bytes.file import Identity
 from gpupipe.data.bytes.name import absolute
 from gpupipe.data.limit import no_more_files, too_many
+from gpupipe.device.doing import at
 from gpupipe.errors import GpupipeError, OpenError
 
 _ADVICE_BYTES = 128 << 10
@@ -108,7 +109,8 @@ class LocalFile:
             memory[: len(data)] = data
             return len(data)
         try:
-            return os.preadv(self._fd, [memory], position)
+            with at("bytes", self.path):
+                return os.preadv(self._fd, [memory], position)
         except OSError as error:
             raise self._failed(position, error) from error
 
@@ -117,7 +119,8 @@ class LocalFile:
 
     def _pread(self, size_bytes: int, position: int) -> bytes:
         try:
-            return os.pread(self._fd, size_bytes, position)
+            with at("bytes", self.path):
+                return os.pread(self._fd, size_bytes, position)
         except OSError as error:
             raise self._failed(position, error) from error
 

@@ -6,6 +6,8 @@ import os
 import posixpath
 import re
 
+from gpupipe.types import Entry
+
 HELD = "held://"
 """Begins the name of a video whose bytes the program holds: see :mod:`gpupipe.data.bytes.held`."""
 _URL = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
@@ -45,6 +47,19 @@ def join(folder: str, name: str) -> str:
     if scheme(name):
         return name
     return posixpath.join(folder, name) if scheme(folder) else os.path.join(folder, name)
+
+
+def of_entry(entry: Entry, folder: str) -> str:
+    """The name by which the video of a row is opened; relative paths start at ``folder``."""
+    return entry.held.name if entry.held is not None else join(folder, entry.path)
+
+
+def working_folder() -> str:
+    """The working directory; empty where it is no more: a relative path is then told of by its name."""
+    try:
+        return os.getcwd()
+    except OSError:
+        return ""
 
 
 def absolute(path: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from gpupipe.data.bytes import name, settings
 from gpupipe.data.limit import no_more_files, too_many
 from gpupipe.data.stop import Stopped, stop_of_thread
+from gpupipe.device.doing import at
 from gpupipe.errors import DeviceError, GpupipeError, OpenError
 from gpupipe.telemetry import log
 
@@ -152,9 +153,10 @@ def result(url: str, future: concurrent.futures.Future[T]) -> T:
         Stopped: when this thread's work is to be given up.
     """
     stop = stop_of_thread()
-    while not concurrent.futures.wait([future], _ASK_SECONDS).done:
-        if stop():
-            raise Stopped
+    with at("bytes", url):
+        while not concurrent.futures.wait([future], _ASK_SECONDS).done:
+            if stop():
+                raise Stopped
     try:
         return future.result()
     except GpupipeError:

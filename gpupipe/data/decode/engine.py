@@ -167,9 +167,13 @@ class DecodeEngine:
             self._meet_damage(index, damaged, whole=whole)
         self._telemetry.count("packets_decoded", plan.packets)
         self._telemetry.count("frames_decoded", len(plan.frames))
+        self._telemetry.count("bytes_planes", len(planes) * planes.format.used_bytes)
         if decoder == "cpu" and self.device.type == "cuda":
+            self._telemetry.count("bytes_uploaded", planes.data.nbytes)
             with stage("upload", path):
                 planes = self._hardware().store.upload(planes)
+        elif decoder != "cpu":
+            self._telemetry.count("bytes_uploaded", plan.packet_bytes(index))
         return planes
 
     def _meet_damage(self, index: VideoIndex, frames: list[int], *, whole: bool) -> None:
@@ -192,8 +196,10 @@ class DecodeEngine:
         Raises:
             SyncError, DeviceMemoryError: when CUDA fails.
         """
+        self._telemetry.count("bytes_planes", sum(part.nbytes for part in clip.parts))
         if self.device.type != "cuda":
             return clip.on_host()
+        self._telemetry.count("bytes_uploaded", sum(part.nbytes for part in clip.parts if not part.is_cuda))
         with stage("recall", path):
             lane = self._hardware()
             hand_over(clip.parts, [clip.ready] if clip.ready is not None else [], lane.stream)

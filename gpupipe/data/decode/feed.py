@@ -82,12 +82,14 @@ class PacketFeed:
 
     def __init__(self, index: VideoIndex, files: OpenFiles = UNKEPT, scratch: Scratch | None = None) -> None:
         self._index = index
+        self._files = files
         self._scratch = scratch or Scratch()
         self._open = ExitStack()
         self._file: VideoFile | None = None
         if index.mapped:
             path = index.identity.path
-            self._file = self._open.enter_context(files.lend(index.identity))
+            with files.reading():
+                self._file = self._open.enter_context(files.lend(index.identity))
             if not self._file.is_still(index.identity):  # packets of another version may decode, to wrong pictures
                 self.close()
                 raise OpenError(f"{path} was replaced or changed after it was indexed", fix="is it being written?", path=path)
@@ -104,7 +106,8 @@ class PacketFeed:
     def _from_file(self, file: VideoFile, run: Pass) -> Iterator[tuple[int, bytes | memoryview]]:
         for window in _windows(self._index, run):
             memory = self._scratch.room(window.high - window.low)
-            there = window.low + file.read_into(window.low, memory)
+            with self._files.reading(len(memory)):
+                there = window.low + file.read_into(window.low, memory)
             for number, at, length in window.packets:
                 if at + length > there:
                     path = self._index.identity.path

@@ -16,6 +16,7 @@ import threading
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Literal, Protocol, TypeVar
 
 from gpupipe.data.crew import TakenAway
@@ -101,6 +102,8 @@ class Schedule(Generic[Task, Work]):
         further: tasks beyond these that may be prepared for helpers, at most.
         reach: the number before which the hardware may take clips: it grows as batches are delivered.
         behind: whether the consumer waits for a batch. Called with the schedule's lock held: it must take no lock.
+        waits: makes the context in which an engine waits, of why: ``room``: there is none for more tasks; ``idle``: nothing is
+            left for it, or it is not wanted.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Schedule(Generic[Task, Work]):
         further: int = 0,
         reach: Callable[[], float] = lambda: math.inf,
         behind: Callable[[], bool] = lambda: True,
+        waits: Callable[[str], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._tasks = tasks
         self._prepare = prepare
@@ -123,6 +127,7 @@ class Schedule(Generic[Task, Work]):
         self._further = further
         self._reach = reach
         self._behind = behind
+        self._waits = waits
         self.far = False
         """Whether the task asked for is one that a helper may have beyond the hardware's reach."""
         self._repeated: deque[Task] = deque()
@@ -180,6 +185,12 @@ class Schedule(Generic[Task, Work]):
                 return clip
             else:
                 self.pass_on(clip)
+
+    @property
+    def waiting(self) -> int:
+        """Clips that are prepared and wait for an engine."""
+        with self._lock:
+            return sum(len(line) for line in self._waiting.values())
 
     def wait_until_wanted(self, place: int) -> bool:
         """For a software engine that is not ready yet: waits until it is of use; False when nothing comes any more.
@@ -291,10 +302,12 @@ class Schedule(Generic[Task, Work]):
             if self._nothing_comes():
                 return None
             if decoder == "cpu":
-                (self._changed["cpu"] if self._may_help(place) else self._resting).wait()
+                with self._waits("idle"):
+                    (self._changed["cpu"] if self._may_help(place) else self._resting).wait()
                 continue
             held_up, since = not self._behind(), self._helping.clock() if self._helping is not None else 0.0
-            self._changed["nvdec"].wait()
+            with self._waits("idle" if self._exhausted else "room"):
+                self._changed["nvdec"].wait()
             if held_up and self._helping is not None:
                 self._helping.held_up(self._helping.clock() - since)
         return found

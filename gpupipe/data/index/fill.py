@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, suppress
 
 from gpupipe.data import index as indices
+from gpupipe.data.bytes.name import of_entry, working_folder
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.data.stop import stoppable
 from gpupipe.errors import GpupipeError
+from gpupipe.types import Entry
 
 Outcome = VideoIndex | GpupipeError
 
@@ -54,6 +56,26 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+
+
+def survey(entries: Iterable[Entry], processes: int, share: tuple[int, int] = (0, 1)) -> Generator[tuple[str, Outcome]]:
+    """As :func:`fill`, for the videos of a list, by their names there, and for several processes that do the same at once.
+
+    Args:
+        share: (rank, ranks) of these: each begins at another video, so that of indices that are missing each finds most made
+            by others.
+    """
+    folder = working_folder()
+    at = {entry.path: of_entry(entry, folder) for entry in entries}
+    unique = list(at)
+    turn = len(unique) * share[0] // share[1]
+    files: dict[str, list[str]] = {}
+    for path in unique[turn:] + unique[:turn]:
+        files.setdefault(at[path], []).append(path)
+    with closing(fill(list(files), processes)) as outcomes:
+        for file, outcome in outcomes:
+            for path in files[file]:
+                yield path, outcome
 
 
 def _work(

@@ -3,4 +3,12 @@
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
 from gpupipe.data.source.columns import column_kinds, start_frame
 
-__all__ = ["Videos", "class_names", "collect", "column_kinds", "label_names", "number_labels", "start_frame"]
+__all__ = [
+    "Videos",
+    "class_names",
+    "collect",
+    "column_kinds",
+    "label_names",
+    "number_labels",
+    "start_frame",
+]

@@ -4,62 +4,95 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from gpupipe.config import PathLike, SourceConfig
 from gpupipe.data.bytes import held, name
 from gpupipe.data.source.columns import reads_as_number
+from gpupipe.data.source.dataset import dataset_entries, is_dataset
+from gpupipe.data.source.inside import check_inside
 from gpupipe.data.source.patterns import expanded
 from gpupipe.data.source.shards import in_shards, is_shard
 from gpupipe.data.source.stores import videos_at
-from gpupipe.data.source.tables import TABLES, held_entry, read_table, row_entry
+from gpupipe.data.source.tables import TABLES, read_table, row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
-Videos = PathLike | Mapping[str, Any] | Iterable[PathLike | Mapping[str, Any]]
-"""A file, folder, pattern, table (.csv, .jsonl), shard (.tar) or URL; a row (a mapping with path and columns); or a list of
-these, in which the bytes of a video, or a binary file that holds them, may stand too."""
+
+class SupportsItems(Protocol):
+    """A dataset that is asked for its items by number, as ``torch.utils.data.Dataset`` is."""
+
+    def __getitem__(self, number: int, /) -> Any: ...
+
+    def __len__(self) -> int: ...
 
 
-_NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".xlsx", ".npy", ".pkl")
+Videos = PathLike | Mapping[str, Any] | Iterable[Any] | SupportsItems
+"""A file, folder, pattern, table (.csv, .jsonl, .parquet), shard (.tar) or URL of these; a row, that is a mapping with path and
+columns; a dataset of torch or of Hugging Face; or a list of any of these, in which the bytes of a video, or a binary file that
+holds them, may stand too."""
+
+_NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".xlsx", ".npy", ".pkl")
 """Endings of files that people keep lists in."""
 
 
-def collect(videos: Videos, config: SourceConfig) -> list[Entry]:
+def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
     """Lists the videos in a fixed order: as given, folders and globs sorted by path.
 
     Files inside a list or a table are not looked at here: a missing one is a bad file, met when its turn comes.
 
+    Args:
+        columns: what is to be read of a Parquet table besides path, label and ``start_frame``; other tables are read whole.
+
     Raises:
         SourceError: when ``videos`` is a path that does not exist, an empty folder, a pattern without matches, an unreadable
-            table, or of a type that names no videos.
+            table, of a type that names no videos, or when a path leads out of ``config.root``.
     """
     if isinstance(videos, bytes):
         raise SourceError(f"videos={videos!r} is bytes", fix="give text: os.fsdecode(path)")
-    if isinstance(videos, str | os.PathLike | Mapping) or held.holds_bytes(videos):
-        entries = _one(videos, config, must_exist=True)
+    if isinstance(videos, str | os.PathLike | Mapping) or is_dataset(videos) or held.holds_bytes(videos):
+        entries = _one(videos, config, columns, must_exist=True)
     elif isinstance(videos, set | frozenset):
         raise SourceError("a set of videos has another order in each process", fix="give a list, say sorted(videos)")
     elif isinstance(videos, Iterable):
-        entries = []
-        for are_shards, group in groupby(videos, _names_shard):
-            items = list(group)
-            if are_shards:
-                entries += in_shards([str(item) for item in items], config)
-            else:
-                entries += [entry for item in items for entry in _one(item, config, must_exist=False)]
+        entries = _distinct(
+            replace(entry, part=part) if part else entry
+            for part, found in enumerate(_each(videos, config, columns))
+            for entry in found
+        )
     else:
         raise SourceError(f"videos={videos!r} names no videos", fix="give a path, a folder, a glob, a table or a list of them")
     if not entries:
         raise SourceError("the list of videos is empty", fix="give at least one video")
+    if config.root is not None:
+        check_inside(entries, config.root, config.npy_columns)
     if config.label_from == "folder":
         return _label_by_folder(entries, config.classes)
     return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
+
+
+def _each(videos: Iterable[Any], config: SourceConfig, columns: Sequence[str]) -> Iterator[list[Entry]]:
+    """The entries of each item of a list."""
+    for are_shards, group in groupby(videos, _names_shard):
+        if are_shards:
+            yield from in_shards([name.plain(os.fspath(item)) for item in group], config)
+        else:
+            yield from (_one(item, config, columns, must_exist=False) for item in group)
+
+
+def _distinct(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries with a name for each video that is held: two datasets of one class call their items alike."""
+    result, owners = [], dict[str, Any]()
+    for entry in entries:
+        if entry.held is not None and owners.setdefault(entry.path, entry.held) is not entry.held:
+            entry = replace(entry, path=f"{entry.path} of item {entry.part}")
+        result.append(entry)
+    return result
 
 
 def _names_shard(item: Any) -> bool:
@@ -72,11 +105,13 @@ def _names_shard(item: Any) -> bool:
     return path == glob.escape(path) and "{" not in path
 
 
-def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
+def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist: bool) -> list[Entry]:
+    if is_dataset(item):
+        return dataset_entries(item, config, columns)
     if isinstance(item, Mapping):
-        return [row_entry(item, config.path_column, base=None, where="a row of videos")]
+        return [row_entry(item, config, base=None, where="a row of videos")]
     if held.holds_bytes(item):
-        return [held_entry(item, {})]
+        return [row_entry({config.path_column: item}, config, base=None, where="an item of videos")]
     if not isinstance(item, str | os.PathLike):
         raise SourceError(f"{item!r} ({type(item).__name__}) names no video", fix="use paths, or mappings with a path")
     path = name.plain(os.fspath(item))
@@ -85,26 +120,22 @@ def _one(item: Any, config: SourceConfig, *, must_exist: bool) -> list[Entry]:
     if name.member_of(path) is not None or path.startswith(name.HELD):
         return [Entry(path)]
     if name.scheme(path):
-        if path.lower().endswith(TABLES):
-            return read_table(path, config.path_column)
-        urls = [url for part in expanded(path) for url in videos_at(part, config, must_exist=must_exist)]
-        return _files(urls, config)
+        urls = [url for part in expanded(path) for url in _at(part, config, must_exist=must_exist)]
+        return _files(urls, config, columns)
     if os.path.isdir(path):
         return _folder(path, config)
     if os.path.isfile(path):
         if is_shard(path):
-            return in_shards([path], config)
+            return in_shards([path], config)[0]
         if path.lower().endswith(_NO_VIDEOS):
             raise SourceError(
                 f"{path} is neither a video nor a table that gpupipe reads",
                 fix=f"make it a {' or '.join(TABLES)} table with a column {config.path_column!r}, or pass a list of paths",
             )
-        return read_table(path, config.path_column) if path.lower().endswith(TABLES) else [Entry(path)]
+        return read_table(path, config, columns) if path.lower().endswith(TABLES) else [Entry(path)]
     several = expanded(path)
-    if several != [path]:
-        return _files([found for part in several for found in _matches(part)], config)
-    if glob.has_magic(path):
-        return _files(_matches(path), config)
+    if several != [path] or glob.has_magic(path):
+        return _files([found for part in several for found in _matches(part)], config, columns)
     if must_exist and os.path.exists(path):
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
     if must_exist and os.path.lexists(path):
@@ -124,12 +155,21 @@ def _matches(pattern: str) -> list[str]:
     return found
 
 
-def _files(paths: list[str], config: SourceConfig) -> list[Entry]:
-    """Videos, and those of shards, in the order of the paths."""
+def _at(url: str, config: SourceConfig, *, must_exist: bool) -> list[str]:
+    if url.lower().endswith(TABLES) and "*" not in url:
+        return [url]
+    return videos_at(url, config, must_exist=must_exist)
+
+
+def _files(paths: list[str], config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
+    """Videos, and those of shards, in the order of the paths; or, where all are tables, what these list."""
+    if all(path.lower().endswith(TABLES) for path in paths):
+        return [entry for path in paths for entry in read_table(path, config, columns)]
     entries: list[Entry] = []
     for are_shards, group in groupby(paths, is_shard):
         some = list(group)
-        entries += in_shards(some, config) if are_shards else [Entry(path) for path in some]
+        found = in_shards(some, config) if are_shards else [[Entry(path) for path in some]]
+        entries += [entry for each in found for entry in each]
     return entries
 
 
@@ -148,7 +188,7 @@ def _folder(path: str, config: SourceConfig) -> list[Entry]:
     if not found:
         raise SourceError(
             f"no videos in the folder {path} (looked for {', '.join(config.extensions)})",
-            fix="check the folder, or set SourceConfig.extensions",
+            fix="check the folder, or set SourceConfig.extensions; tables in it are named by a pattern, as in folder/*.parquet",
         )
     return _files(sorted(found), config)
 
@@ -164,6 +204,8 @@ def class_names(entries: Sequence[Entry]) -> tuple[str, ...]:
 
 def _class_of(entry: Entry) -> str:
     """The name of the folder that a video lies in: as its path has it, which may be a link's, or that of the folder itself."""
+    if entry.held is not None:
+        raise SourceError(f"{entry.path} is bytes and lies in no folder, as label_from='folder' needs", path=entry.path)
     part = name.member_of(entry.path)
     folder = Path(entry.path if part is None else part[1]).parent
     own = folder.name

@@ -1,4 +1,4 @@
-"""Columns that travel with a clip: which are numbers, which are text."""
+"""Columns that travel with a clip: which are numbers, which are arrays, which are text."""
 
 from __future__ import annotations
 
@@ -11,30 +11,35 @@ from typing import Any, Literal
 
 import numpy as np
 
+from gpupipe.data.source.arrays import Arrays, arrays_of, files_of, is_list
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
-Kind = Literal["int", "float", "text"]
+Kind = Literal["int", "float", "text"] | Arrays
 
 START_COLUMN = "start_frame"
 _TAKEN = ("video", "pts_seconds", "mask")
 """Names of a batch's own tensors."""
 
 
-def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
+def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str] = ()) -> dict[str, Kind]:
     """The kind of each column asked for, and of ``label`` where any row has one.
 
+    Args:
+        files: columns that hold paths of .npy files; asked for by being named here.
+
     Raises:
-        SourceError: when a row lacks a column, a label is not a number, or a name is one of the batch's own tensors.
+        SourceError: when a row lacks a column, a label is not a number, arrays differ in shape, or a name is one of the
+            batch's own tensors.
     """
-    names = tuple(names)
-    wanted = list(dict.fromkeys(names))
+    names, files = tuple(names), tuple(files)
+    wanted = list(dict.fromkeys(names + files))
     taken = [name for name in wanted if name in _TAKEN]
     if taken:
         raise SourceError(f"column {taken[0]!r} has the name of a tensor of the batch", fix="name the column differently")
     if "label" not in wanted and any("label" in entry.columns for entry in entries):
         wanted.insert(0, "label")
-    kinds = {name: _kind(entries, name, asked=name in names) for name in wanted}
+    kinds = {name: files_of(entries, name) if name in files else _kind(entries, name, asked=name in names) for name in wanted}
     if kinds.get("label") == "text":
         odd = next((entry for entry in entries if not reads_as_number(entry.columns["label"])), entries[0])
         raise SourceError(
@@ -51,6 +56,11 @@ def column_kinds(entries: list[Entry], names: Iterable[str]) -> dict[str, Kind]:
                     path=entry.path,
                 )
     return kinds
+
+
+def dtype_of(kind: Kind) -> np.dtype[Any]:
+    """The type of a column's numbers in a batch."""
+    return np.dtype(kind.dtype if isinstance(kind, Arrays) else np.int64 if kind == "int" else np.float64)
 
 
 def reads_as_number(value: Any) -> bool:
@@ -79,6 +89,11 @@ def _kind(entries: list[Entry], name: str, *, asked: bool = True) -> Kind:
         value = entry.columns.get(name)
         if value is None:
             raise _missing(entry, name, asked=asked)
+        if is_list(value):
+            lacking = next((entry for entry in entries if entry.columns.get(name) is None), None)
+            if lacking is not None:
+                raise _missing(lacking, name, asked=asked)
+            return arrays_of(entries, name) or "text"
         if isinstance(value, numbers.Integral | np.bool_) and -(2**63) <= int(value) < 2**63:  # NumPy's numbers included
             continue
         if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):

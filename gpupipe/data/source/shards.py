@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import shard as shards
+from gpupipe.data.source.inside import check_inside
 from gpupipe.errors import OpenError, SourceError
 from gpupipe.telemetry import log
 from gpupipe.types import Entry
@@ -28,17 +29,19 @@ def is_shard(path: str) -> bool:
     return lower.endswith(".tar")
 
 
-def in_shards(paths: Iterable[str], config: SourceConfig) -> list[Entry]:
-    """The videos of shards, each in the order in which they lie there.
+def in_shards(paths: Sequence[str], config: SourceConfig) -> list[list[Entry]]:
+    """The videos of each shard, in the order in which they lie there.
 
     Raises:
-        SourceError: when a shard cannot be read, has no videos, or a file beside a video cannot be understood.
+        SourceError: when a shard cannot be read, has no videos, or a file beside a video cannot be understood; or lies outside
+            of ``config.root``.
     """
-    paths = list(paths)
+    if config.root is not None:
+        check_inside(map(Entry, paths), config.root)
     if len(paths) == 1:
-        return _in_shard(paths[0], config)
+        return [_in_shard(paths[0], config)]
     with ThreadPoolExecutor(min(_AT_A_TIME, len(paths)) or 1, "gpupipe-shards") as pool:
-        return [entry for entries in pool.map(lambda path: _in_shard(path, config), paths) for entry in entries]
+        return list(pool.map(lambda path: _in_shard(path, config), paths))
 
 
 def _in_shard(path: str, config: SourceConfig) -> list[Entry]:

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import name, store
+from gpupipe.data.source.inside import check_inside
 from gpupipe.errors import OpenError, SourceError
+from gpupipe.types import Entry
 
 
 def videos_at(url: str, config: SourceConfig, *, must_exist: bool) -> list[str]:
@@ -16,9 +18,11 @@ def videos_at(url: str, config: SourceConfig, *, must_exist: bool) -> list[str]:
     A folder is known by its last ``/``, or, where ``must_exist``, by asking the store.
 
     Raises:
-        SourceError: when there are none, or the store cannot be asked.
+        SourceError: when there are none, the store cannot be asked, or they lie outside of ``config.root``.
         DeviceError: when a package that the store needs is not there.
     """
+    if config.root is not None:  # before anybody is asked
+        check_inside([Entry(f"{url.rstrip('/')}/")], config.root)
     try:
         if _has_magic(url):
             found = _urls(url, store.listing(url, "glob"))

@@ -1,4 +1,4 @@
-"""Lists of videos with columns: CSV and JSON lines."""
+"""Lists of videos with columns: CSV, JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -6,44 +6,61 @@ import csv
 import io
 import json
 import os
-from collections.abc import Mapping
-from typing import IO, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from gpupipe.data.bytes import ByteStream, held, open_file
-from gpupipe.data.bytes.name import join, scheme
+from gpupipe.config import SourceConfig
+from gpupipe.data.bytes import held, open_stream
+from gpupipe.data.bytes.name import join
+from gpupipe.data.source.arrow import PARQUET, parquet_rows
+from gpupipe.data.source.columns import START_COLUMN
 from gpupipe.errors import OpenError, SourceError
 from gpupipe.types import Entry
 
-TABLES = (".csv", ".jsonl", ".ndjson")
+TABLES = (".csv", ".jsonl", ".ndjson", *PARQUET)
 
 
-def read_table(path: str, path_column: str) -> list[Entry]:
-    """Reads a table with a header (CSV) or one JSON object a line; a CSV column of nothing but numbers becomes numbers.
+def read_table(path: str, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
+    """Reads a table with a header (CSV), one JSON object a line, or a Parquet file; it may lie in a store far away.
+
+    A CSV column of nothing but numbers becomes numbers. Of CSV and JSON lines all columns are kept; of Parquet only the path,
+    the label, ``start_frame`` and ``columns`` are read.
 
     Raises:
         SourceError: naming the file and the line that is wrong.
+        DeviceError: for a Parquet file when pyarrow is not installed, or when a package that the store needs is not there.
     """
-    base = os.path.dirname(path)
-    rows: list[tuple[int, dict[str, Any]]] = []
     try:
-        with _opened(path) as file:
-            if path.lower().endswith(".csv"):
-                rows = _csv_rows(csv.DictReader(file), path, path_column)
-            else:
-                rows = [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
+        entries = list(_rows(path, config, columns))
     except OpenError as error:
         raise SourceError(f"cannot read the table {path}: {error.message}", fix=error.fix) from error
+    if not entries:
+        raise SourceError(f"the table {path} has no rows", fix=f"give a header with {config.path_column!r} and one row a video")
+    return entries
+
+
+def _rows(path: str, config: SourceConfig, columns: Sequence[str]) -> Iterator[Entry]:
+    base = os.path.dirname(path)
+    if path.lower().endswith(PARQUET):
+        needed = (config.path_column, *columns, *config.npy_columns)
+        found = parquet_rows(path, needed, (config.label_column, "label", START_COLUMN))
+        for number, (row, again) in enumerate(found):
+            yield row_entry(row, config, base, f"{path} row {number}", again)
+        return
+    for number, row in _lines(path, config.path_column):
+        yield row_entry(row, config, base, f"{path} line {number}")
+
+
+def _lines(path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
+    """The rows of a text table with the numbers of their lines."""
+    try:
+        with io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline="") as file:
+            if path.lower().endswith(".csv"):
+                return _csv_rows(csv.DictReader(file), path, path_column)
+            return [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a UTF-8 table") from error
-    if not rows:
-        raise SourceError(f"the table {path} has no rows", fix=f"give a header with {path_column!r} and one row a video")
-    return [row_entry(row, path_column, base, f"{path} line {number}") for number, row in rows]
-
-
-def _opened(path: str) -> IO[str]:
-    if not scheme(path):
-        return open(path, encoding="utf-8-sig", newline="")
-    return io.TextIOWrapper(io.BufferedReader(ByteStream(open_file(path))), encoding="utf-8-sig", newline="")
 
 
 def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
@@ -73,35 +90,65 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
     return rows
 
 
-def row_entry(row: Mapping[str, Any], path_column: str, base: str | None, where: str) -> Entry:
-    """The entry of one row; its path is taken relative to ``base``, the folder of its table, where there is one.
+def row_entry(
+    row: Mapping[str, Any], config: SourceConfig, base: str | None, where: str, again: Callable[[], Any] | None = None
+) -> Entry:
+    """The entry of one row; its paths are taken relative to ``base``, the folder of its table, where there is one.
+
+    In the path's place there may also be bytes, a binary file, or a mapping of ``bytes`` and ``path`` as Hugging Face's
+    datasets have it. In a table or a dataset such a video is called as its row is.
+
+    Args:
+        again: gives what stands in the path's place once more, so that the bytes need not be kept.
 
     Raises:
-        SourceError: when the row has no path.
+        SourceError: when the row has no path, or a file that cannot be read.
     """
+    path_column = config.path_column
     path = row.get(path_column)
     columns = {k: v for k, v in row.items() if k != path_column}
-    if held.holds_bytes(path):
-        return held_entry(path, columns)
+    for column in config.npy_columns:
+        if base and isinstance(columns.get(column), str) and columns[column]:
+            columns[column] = join(base, columns[column])
+    data, inner = _video_in(path)
+    if data is not None:
+        label = f"{where}: {inner}" if inner else where
+        try:
+            if base is None or isinstance(data, held.Held):
+                kept = held.hold(data)
+            else:
+                kept = held.hold(data if again is None else partial(_once_more, again), label, like=data)
+        except OpenError as error:
+            raise SourceError(error.message, fix=error.fix) from error
+        return Entry(kept.label, columns, held=kept)
+    path = inner or path
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        instead = "" if row.get(path_column) in (None, "") else f", but a {type(path).__name__} in its place"
         raise SourceError(
-            f"{where} has no {path_column!r}; its columns are {', '.join(map(str, row)) or 'none'}",
-            fix="name the column of paths with SourceConfig.path_column",
+            f"{where} has no {path_column!r}{instead}; its columns are {', '.join(map(str, row)) or 'none'}",
+            fix="name the column of paths with SourceConfig.path_column"
+            if base is not None or not all(isinstance(value, int | float) for value in row.values())
+            else "for a mixture give a list of its sources, and source={'weights': [0.7, 0.3]}",
         )
     return Entry(join(base or "", os.fspath(path)), columns, where if base is not None else "")
 
 
-def held_entry(video: Any, columns: Mapping[str, Any]) -> Entry:
-    """The entry of a video whose bytes are there, or in a binary file.
+def _video_in(value: Any) -> tuple[Any, str]:
+    """(a video's bytes or what holds them, its path or name) in the place of a path."""
+    if isinstance(value, str):
+        return None, ""
+    if isinstance(value, Mapping):
+        data, name = value.get("bytes"), value.get("path")
+        return (data if held.holds_bytes(data) and data else None), (name if isinstance(name, str) else "")
+    return (value if held.holds_bytes(value) and value else None), ""
 
-    Raises:
-        SourceError: when the file cannot be read.
-    """
-    try:
-        kept = held.hold(video)
-    except OpenError as error:
-        raise SourceError(error.message, fix=error.fix) from error
-    return Entry(kept.name, columns, held=kept)
+
+def _once_more(again: Callable[[], Any]) -> Any:
+    value = again()
+    data, _ = _video_in(value)
+    if data is None:
+        raise SourceError(f"there is a {type(value).__name__} in the place of its bytes")
+    return data
 
 
 def _parse(line: str, path: str, number: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import torch
 
 from gpupipe.data.order import AFTER, BEFORE, clip_generator
 from gpupipe.data.transform import ClipTransform, to_rgb
+from gpupipe.device.doing import at
 from gpupipe.device.memory import PITCH_BYTES
 from gpupipe.device.stream import stage
 from gpupipe.errors import GraphError
@@ -32,14 +33,15 @@ class CallFailed(Exception):
 
 
 class Call(NamedTuple):
-    """A user's function at work on a video: in it a thread may hang for ever."""
+    """A user's function at work on a video, or on a batch's text: in it a thread may hang for ever."""
 
     name: str
-    function: UserTransform
+    function: Callable[..., object]
     path: str
+    what: str = "the transform"
 
     def __str__(self) -> str:
-        return f"the transform {self.name}={self.function!r} at work on {self.path}"
+        return f"{self.what} {self.name}={self.function!r} at work on {self.path}"
 
 
 Watch = Callable[[Call | None], None]
@@ -79,6 +81,11 @@ class Custom:
     _looked: list[bool] = field(default_factory=list, compare=False, repr=False)
     """Whether floats that ``before`` gave were looked at, on a GPU."""
     _thread: threading.local = field(default_factory=threading.local, compare=False, repr=False)
+
+    @property
+    def is_there(self) -> bool:
+        """Whether there is a transform of the user's at all."""
+        return self.before is not None or self.after is not None
 
     @property
     def calling(self) -> bool:
@@ -164,7 +171,8 @@ class Custom:
         watch(Call(name, function, clip.info.path))
         within, self._thread.calling = self.calling, True  # it may make a clip again by replay, and that calls it too
         try:
-            with stage("transform", clip.info.path), torch.no_grad():  # a batch is data: nothing is learnt through it
+            # A batch is data: nothing is learnt through it.
+            with stage("transform", clip.info.path), at(name, clip.info.path), torch.no_grad():
                 given = function(clip)
         except Exception as error:
             note = f"raised by the transform {name}={function!r} for {clip.info.path}"

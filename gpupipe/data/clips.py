@@ -1,0 +1,60 @@
+"""From a visit's planes to its clips, in their places in the batch."""
+
+from __future__ import annotations
+
+import torch
+
+from gpupipe.data.assembly import Arrival
+from gpupipe.data.decode import Decoder
+from gpupipe.data.job import Job
+from gpupipe.data.order import AUGMENT, clip_generator
+from gpupipe.data.stop import Stop
+from gpupipe.data.transform import ClipInput
+from gpupipe.data.transform.custom import Watch
+from gpupipe.data.visit import Visit
+from gpupipe.device.stream import stage
+from gpupipe.types import ClipRecord, Planes
+
+
+def make_clips(
+    job: Job, visit: Visit, planes: Planes, decoder: Decoder, stream: torch.cuda.Stream | None, stop: Stop, watch: Watch
+) -> list[Arrival]:
+    """Draws the parameters of a visit's clips, makes them, and says what is to travel with each.
+
+    Args:
+        planes: of the frames of ``visit.plan``.
+        decoder: that made them.
+        stream: on which they are complete, and the clips are made.
+        stop: asked amid long work.
+        watch: told of calls of the user's own transforms.
+
+    Raises:
+        Stopped: when ``stop()`` turned true.
+        GraphError, CallFailed: when a user's transform fails.
+    """
+    info, task = visit.index.info, visit.task
+    transform = job.makers.transform(task.request.shape)
+    maker = visit.kept.decoder if visit.kept is not None else decoder
+    records, clips = [], []
+    first = 0
+    with stage("transform", visit.entry.path), torch.cuda.stream(stream), job.telemetry.span("transform"):
+        for clip, (slot, pick) in enumerate(zip(task.slots, visit.picks, strict=True)):
+            frames = visit.plan.frame_map[first : first + len(pick.decoded)]
+            first += len(pick.decoded)
+            source = job.custom.prepare(planes, info, frames, pick, task.request, clip, watch)
+            generator = clip_generator(task.request, AUGMENT, clip)
+            params = transform.draw(source.info, generator, clip, displayed=info.display_size)
+            out = task.assembly.slot(slot, stream)
+            records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
+            clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
+        transform.apply_batch(clips, stop)
+        for each, record in zip(clips, records, strict=True):
+            job.custom.finish(each.out, info, record, transform, watch)
+        done = stream.record_event() if stream is not None else None
+    arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
+    job.telemetry.count("clips", len(arrivals))
+    job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))
+    if job.clips is not None and not visit.decoded:
+        job.telemetry.count("cache_misses", len(arrivals))
+    job.telemetry.count("frames_used", sum(len(set(pick.decoded)) for pick in visit.picks))
+    return arrivals

@@ -1,0 +1,53 @@
+"""Which requests share a batch: known from metadata, before any decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gpupipe.config import LoaderConfig
+from gpupipe.data.group.base import Group, Grouping, Position
+from gpupipe.data.group.cuts import Cut, Rule
+from gpupipe.data.group.fixed import Fixed
+from gpupipe.data.group.planned import Planned
+from gpupipe.data.order import Order
+from gpupipe.data.shape import Shape, shapes_for
+from gpupipe.errors import ConfigError
+from gpupipe.telemetry import log
+from gpupipe.types import Entry
+
+__all__ = ["Cut", "Fixed", "Group", "Grouping", "Planned", "Position", "Rule", "group"]
+
+
+def group(
+    order: Order, config: LoaderConfig, entries: Sequence[Entry], item_bytes: int, processes: int
+) -> tuple[Grouping, list[Shape | None] | None, dict[str, str]]:
+    """How a loader groups its samples; the shapes of each video's clips, where batches are planned from these; and the files of
+    which no shape can be known, with the reason.
+
+    Args:
+        item_bytes: of a number in a batch.
+        processes: how many make missing indices side by side.
+
+    Raises:
+        ConfigError: when the videos make not one batch, or a shape fits none.
+        OpenError: when a file cannot be indexed, and ``on_bad_file`` is ``raise``.
+    """
+    shapes: list[Shape | None] | None = None
+    bad: dict[str, str] = {}
+    grouping: Grouping = Fixed(order, config)
+    if config.batch.planned:
+        shapes, errors = shapes_for(entries, config, processes)
+        if errors and config.on_bad_file == "raise":
+            raise next(iter(errors.values()))
+        for path, error in errors.items():
+            bad[path] = str(error)
+            log.warning("%s cannot be used and is left out: %s", path, error)
+        grouping = Planned(order, config, shapes, item_bytes)
+    if grouping.count(0) == 0:
+        raise ConfigError(
+            f"{len(entries)} videos over {order.world_size} rank(s) make no full batch of {config.batch.size}",
+            fix="use a smaller batch, more videos, or batch={'size': …, 'last': 'partial'}"
+            if len(entries) >= order.world_size
+            else "give at least one video for each rank",
+        )
+    return grouping, shapes, bad

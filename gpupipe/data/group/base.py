@@ -1,0 +1,68 @@
+"""What all ways of grouping have in common: batches by position, and positions between batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from gpupipe.data.group.cuts import Cut
+from gpupipe.data.shape import Shape
+from gpupipe.types import ClipRequest
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The requests of one batch of one rank."""
+
+    index: int
+    """Position of the batch in its epoch, from 0."""
+    requests: list[ClipRequest]
+
+    @property
+    def shape(self) -> Shape | None:
+        """The greatest length of its clips, with the size of all; None where all have the loader's own shape."""
+        shapes = [request.shape for request in self.requests if request.shape is not None]
+        return Shape(*max(shapes)) if shapes else None
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """A place in the run, between two batches."""
+
+    epoch: int = 0
+    samples: int = 0
+    """Samples of the epoch that all ranks together have received; the first ones, unless batches are planned."""
+    ahead: frozenset[int] = frozenset()
+    """Positions of batches beyond these that this rank has received too, where batches come as they are completed."""
+    cuts: tuple[Cut, ...] = ()
+    """How planned batches were cut so far, by one rule after the other."""
+
+    @property
+    def within(self) -> bool:
+        """Whether the epoch has begun."""
+        return self.samples > 0 or bool(self.ahead)
+
+
+class Grouping(Protocol):
+    """Groups the samples of an epoch into batches."""
+
+    @property
+    def step(self) -> int:
+        """Samples that a batch of each rank has, together, where that is always the same; else 1."""
+        ...
+
+    def count(self, epoch: int) -> int:
+        """Batches that each rank has in a whole epoch: the same number for all."""
+        ...
+
+    def groups(self, position: Position) -> list[Group]:
+        """This rank's batches of what is left of an epoch."""
+        ...
+
+    def after(self, position: Position, index: int) -> Position:
+        """The position once the batch at ``index`` is received too."""
+        ...
+
+    def substitute(self, request: ClipRequest) -> ClipRequest:
+        """The request that stands in when ``request`` cannot be served, of the same shape."""
+        ...

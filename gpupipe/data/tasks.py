@@ -1,0 +1,85 @@
+"""An epoch's batches as visits that are to be made, in order; and how many of them there may be at a time."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+
+from gpupipe.config import JitterConfig
+from gpupipe.data.assembly import Assembly
+from gpupipe.data.group import Group
+from gpupipe.data.job import Job
+from gpupipe.data.visit import Task
+from gpupipe.device.stream import stage
+
+_FURTHER_VISITS = 256
+"""Visits beyond the depth that may be prepared for helpers, at most."""
+_FURTHER_BYTES = 1 << 30
+"""Memory of the batches that these belong to, at most."""
+_AUTO_BYTES, _AUTO_BATCHES = 1 << 30, 4
+"""A depth that sets itself goes as far as the larger of these."""
+
+
+def visits_per_batch(groups: Sequence[Group]) -> int:
+    """Visits that fill a batch, on average, rounded up."""
+    return max(1, -(-sum(len(group.requests) for group in groups) // max(1, len(groups))))
+
+
+def batch_bytes(job: Job, groups: Sequence[Group]) -> int:
+    """Bytes of a batch, on average."""
+    return sum(_bytes(job, group) for group in groups) // max(1, len(groups))
+
+
+def further_batches(visits: int, size_bytes: int) -> int:
+    """Batches beyond the depth that may be under construction while helpers are at work.
+
+    Args:
+        visits: that fill a batch.
+        size_bytes: of a batch.
+    """
+    return min(math.ceil(_FURTHER_VISITS / visits), _FURTHER_BYTES // max(1, size_bytes))
+
+
+def most_bytes(jitter: JitterConfig, size_bytes: int) -> int | None:
+    """Bytes of the batches under construction or ready, at most, where one has ``size_bytes``; None: no bound."""
+    if jitter.max_gib is not None:
+        return int(jitter.max_gib * 2**30)
+    return None if jitter.depth != "auto" else max(_AUTO_BYTES, _AUTO_BATCHES * size_bytes)
+
+
+def tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[int], int | None]) -> Generator[Task | None]:
+    """All visits of the epoch in order; None while ``reserve``, asked for one of so many bytes, has no number for a batch."""
+    clips, number = job.config.clip.clips_per_video, 0
+    for group in groups:
+        size_bytes = _bytes(job, group)
+        while (batch := reserve(size_bytes)) is None:
+            yield None
+        transform = job.makers.transform(group.shape)
+        with stage("allocate"), job.telemetry.at("assemble"):
+            assembly = Assembly(
+                len(group.requests) * clips,
+                transform.clip_shape,
+                transform.dtype,
+                job.device,
+                job.stream,
+                job.kinds,
+                memory_format=transform.memory_format,
+                mix=job.config.transform.mix,
+                epoch=epoch,
+                index=group.index,
+            )
+        visits = deque(
+            Task(number + place, batch, assembly, range(place * clips, (place + 1) * clips), request)
+            for place, request in enumerate(group.requests)
+        )
+        number += len(group.requests)
+        del assembly  # it may be long until the next one is asked for, and the batch dropped meanwhile
+        while visits:
+            yield visits.popleft()
+
+
+def _bytes(job: Job, group: Group) -> int:
+    transform = job.makers.transform(group.shape)
+    clips = len(group.requests) * job.config.clip.clips_per_video
+    return clips * math.prod(transform.clip_shape) * transform.dtype.itemsize
