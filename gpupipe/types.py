@@ -288,13 +288,21 @@ class Clip:
     params: TransformParams | None = None
 
 
+BATCH_TENSORS = ("video", "tokens", "cu_seqlens", "grid", "pts_seconds", "mask")
+"""Names of a batch's own tensors, which no column may have."""
+_RAGGED = ("tokens", "cu_seqlens")
+"""Those of packed clips, without a row for each clip."""
+
+
 class Batch(Mapping[str, "torch.Tensor"]):
     """A mapping of tensors with one leading dimension B, so that ``model(**batch)`` and trainers can walk it.
 
     Keys: ``video`` (B, C, T, H, W) or (B, T, C, H, W) as configured; ``pts_seconds`` (B, T) float64, the times of the frames;
     ``mask`` (B, T) bool, False for padding; ``label`` (B,) where the source has one, or (B, classes) float32 where
     ``mix`` is asked for; further columns of numbers as asked for, (B,) int64 or float64, and of arrays, (B, …) int64, float32
-    or float64; and what ``tokenize`` makes of text.
+    or float64; and what ``tokenize`` makes of text. With ``batch.layout="pack"`` in the place of ``video``: ``tokens``
+    (N, 3 * pt * ph * pw), all patches of all clips, clip b from ``cu_seqlens[b]`` on, (B + 1,) int32; and ``grid`` (B, 3)
+    int32, its tokens along time, height and width.
 
     Attributes:
         clips: one :class:`ClipRecord` a clip; none in a batch made of tensors alone, as trainers do with
@@ -307,6 +315,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
             tells which slots have stand-ins: 0 is the sample itself.
         state: what ``state_dict()`` of the loader gives once this batch is the last one received: for trainers that ask for
             a batch before they have used the one before it. Empty in a batch that no loader made.
+        part: (number, of how many), where steps are handed out in parts (``batch.micro_size``).
+        share: of the step's clips, that are in this part: times the mean loss of the part it adds up to that of the step.
     """
 
     def __init__(
@@ -320,9 +330,12 @@ class Batch(Mapping[str, "torch.Tensor"]):
         mix: MixParams | None = None,
         substituted: tuple[str, ...] = (),
         state: Mapping[str, Any] | None = None,
+        part: tuple[int, int] = (0, 1),
+        share: float = 1.0,
     ) -> None:
         for name, tensor in tensors.items():
-            assert not clips or tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
+            if clips and name not in _RAGGED:
+                assert tensor.shape[0] == len(clips), f"{name} has {tensor.shape[0]} rows for {len(clips)} clips"
         self._tensors = dict(tensors)
         self.clips = clips
         self.text = dict(text or {})
@@ -331,6 +344,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
         self.mix = mix
         self.substituted = substituted
         self.state = dict(state or {})
+        self.part = part
+        self.share = share
 
     @property
     def paths(self) -> list[str]:
@@ -358,6 +373,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
             mix=self.mix,
             substituted=self.substituted,
             state=self.state,
+            part=self.part,
+            share=self.share,
         )
 
     def __getitem__(self, key: str) -> torch.Tensor:

@@ -55,7 +55,7 @@ def test_an_unknown_key_names_the_nearest_one(model: type[StageConfig], values: 
 
 
 def test_an_unknown_key_like_no_other_lists_what_there_is() -> None:
-    with pytest.raises(ConfigError, match="known keys: size, last"):
+    with pytest.raises(ConfigError, match="known keys: size, micro_size, last"):
         BatchConfig(zzzzzz=1)
 
 

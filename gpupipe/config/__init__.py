@@ -320,6 +320,22 @@ class LoaderConfig(StageConfig):
         return self
 
     @model_validator(mode="after")
+    def _shapes_fit(self) -> Self:
+        if self.batch.layout != "stack" and self.transform.mix is not None:
+            raise Misfit(
+                f"transform.mix mixes clips of one shape, batch.layout={self.batch.layout!r} puts others side by side",
+                fix="use layout='stack', or leave mix out",
+            )
+        buckets = self.batch.buckets
+        several = buckets is not None and len(buckets.sizes_for(self.transform.size)) > 1
+        if several and self.transform.short_side is not None:
+            raise Misfit(
+                "transform.short_side is fixed, batch.buckets have several sizes",
+                fix="leave short_side out: it follows the size",
+            )
+        return self
+
+    @model_validator(mode="after")
     def _visits_fit_batches(self) -> Self:
         if self.batch.size % self.clip.clips_per_video:
             clips = self.clip.clips_per_video

@@ -68,6 +68,10 @@ class BatchConfig(StageConfig):
 
     size: Annotated[int, Field(ge=1)] = 8
     """Clips in a batch; with ``max_tokens`` or ``max_gib``, at most."""
+    micro_size: Annotated[int, Field(ge=1)] | Literal["auto"] | None = None
+    """Clips of a micro-batch, at most, for gradient accumulation: a batch is a step of the optimizer, handed out in parts, each
+    with its ``share``. ``auto``: as many as fit the GPU's memory beside what is in use, measured step by step; fewer after an
+    out-of-memory error in ``VideoLoader.step_guard()``. None: whole batches."""
     last: Literal["drop", "partial", "fill"] = "drop"
     """What becomes of the samples at the end of an epoch that make no full batch for each rank. ``drop``: they are left out.
     ``partial``: a smaller batch, as large for one rank as for the other; what cannot be divided among the ranks is left out.
@@ -81,7 +85,8 @@ class BatchConfig(StageConfig):
     zeros to the longest, and ``mask`` is False there. ``pack``: any; the batch has ``tokens`` of ``patch`` one after the other
     instead of ``video``, with ``cu_seqlens`` and ``grid`` (Dehghani et al., Patch n' Pack, 2023)."""
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens in a batch, padding included, at most: patches of ``patch``, those at the edges counted whole."""
+    """Tokens in a batch, padding included, at most: patches of ``patch``, those at the edges counted whole. For ``pack``
+    lengths and sizes must be multiples of the patch's."""
     patch: tuple[Step, Step, Step] = (1, 16, 16)
     """(frames, rows, columns) of a token."""
     max_gib: Annotated[float, Field(gt=0, le=1024)] | None = None

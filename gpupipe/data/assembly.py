@@ -11,11 +11,12 @@ import numpy as np
 import torch
 
 from gpupipe.config import MixConfig
+from gpupipe.data.canvas import Canvas
 from gpupipe.data.order import MIX, clip_generator
 from gpupipe.data.source.columns import Kind, dtype_of
 from gpupipe.data.transform import mix as mixing
 from gpupipe.device.stream import hand_over
-from gpupipe.types import Batch, ClipRecord
+from gpupipe.types import BATCH_TENSORS, Batch, ClipRecord
 
 Tokenize = Callable[[Mapping[str, list[str]], Iterable[str]], dict[str, torch.Tensor]]
 """Makes tensors of (text by column, names that are taken)."""
@@ -41,19 +42,16 @@ class Assembly:
     def __init__(
         self,
         size: int,
-        clip_shape: tuple[int, ...],
-        dtype: torch.dtype,
+        canvas: Callable[[], Canvas],
         device: torch.device,
         stream: torch.cuda.Stream | None,
         kinds: Mapping[str, Kind],
         *,
-        memory_format: torch.memory_format = torch.contiguous_format,
         mix: MixConfig | None = None,
         epoch: int,
         index: int,
     ) -> None:
         self._kinds = kinds
-        self._format = memory_format
         self._mix = mix
         self._device = device
         self._stream = stream
@@ -65,15 +63,14 @@ class Assembly:
         self._left = size
         self._unusable: list[tuple[int, str]] = []
         with torch.cuda.stream(stream):
-            self.video = torch.empty((size, *clip_shape), dtype=dtype, device=device, memory_format=memory_format)
-            self._slots = self.video.unbind()
+            self.canvas = canvas()
             self._allocated = stream.record_event() if stream is not None else None
 
     def slot(self, number: int, writer: torch.cuda.Stream | None) -> torch.Tensor:
-        """The memory of one clip, ready to be written on ``writer``."""
+        """The memory of one clip, ready to be written on ``writer``, the current stream."""
         if writer is not None and self._allocated is not None:
             hand_over([], [self._allocated], writer)
-        return self._slots[number]
+        return self.canvas.slot(number)
 
     def unusable(self, number: int, path: str) -> None:
         """Notes that a video could not be used for a slot."""
@@ -97,21 +94,18 @@ class Assembly:
         if not arrivals:
             return None
         text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
-        taken = ("video", "pts_seconds", "mask", *self._kinds)
+        taken = (*BATCH_TENSORS, *self._kinds)
         tokens = tokenize(text, taken) if tokenize is not None else {}
         with torch.cuda.stream(self._stream):
             numbers = self._numbers(arrivals) | {name: each.to(self._device) for name, each in tokens.items()}
             # before the stream waits: these copies would wait with it, and this thread too
             if self._stream is not None:
                 hand_over([], [arrival.done for arrival in arrivals if arrival.done is not None], self._stream)
-            video = self.video
-            if len(arrivals) < len(self._arrivals):
-                kept = [slot for slot, arrival in enumerate(self._arrivals) if arrival is not None]
-                video = video[torch.tensor(kept, device=self._device)].contiguous(memory_format=self._format)
-            tensors = {"video": video, **numbers}
+            kept = [slot for slot, arrival in enumerate(self._arrivals) if arrival is not None]
+            tensors = {**self.canvas.tensors(kept if len(kept) < len(self._arrivals) else None), **numbers}
             mixed = None
             if self._mix is not None:
-                first = arrivals[0].record
+                first, video = arrivals[0].record, tensors["video"]
                 mixed = mixing.draw(
                     self._mix, (video.shape[-2], video.shape[-1]), clip_generator(first.request, MIX, first.clip)
                 )
@@ -130,9 +124,12 @@ class Assembly:
         return batch, complete
 
     def _numbers(self, arrivals: list[Arrival]) -> dict[str, torch.Tensor]:
+        longest = max(len(arrival.seconds) for arrival in arrivals)
+        seconds = [arrival.seconds + arrival.seconds[-1:] * (longest - len(arrival.seconds)) for arrival in arrivals]
+        masks = [arrival.record.pick.mask + (False,) * (longest - len(arrival.seconds)) for arrival in arrivals]
         columns: dict[str, np.ndarray] = {
-            "pts_seconds": np.array([arrival.seconds for arrival in arrivals], np.float64),
-            "mask": np.array([arrival.record.pick.mask for arrival in arrivals], np.bool_),
+            "pts_seconds": np.array(seconds, np.float64),
+            "mask": np.array(masks, np.bool_),
         }
         for name, kind in self._kinds.items():
             if kind != "text":

@@ -48,8 +48,9 @@ def make_clips(
             records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
             clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
         transform.apply_batch(clips, stop)
-        for each, record in zip(clips, records, strict=True):
+        for slot, each, record in zip(task.slots, clips, records, strict=True):
             job.custom.finish(each.out, info, record, transform, watch)
+            task.assembly.canvas.written(slot, each.out)
         done = stream.record_event() if stream is not None else None
     arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
     job.telemetry.count("clips", len(arrivals))

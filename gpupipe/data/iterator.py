@@ -12,6 +12,7 @@ import torch
 from gpupipe.data.group import Position
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
+from gpupipe.data.micro import Parts, agree
 from gpupipe.data.pipeline import Pipeline
 from gpupipe.device import heap
 from gpupipe.device.stream import hand_over, stage
@@ -29,6 +30,10 @@ class BatchIterator(Iterator[Batch]):
         self._pipeline = pipeline
         self._position = position
         """What the trainer has received."""
+        self._before = position
+        """And before its last batch."""
+        self._parts: Parts | None = None
+        """The step that is handed out in parts."""
         self._job = job
         self._loader: VideoLoader | None = loader  # which may have no other name: ``for batch in VideoLoader(…)``
         self._ended: str | None = None
@@ -57,6 +62,20 @@ class BatchIterator(Iterator[Batch]):
             raise StopIteration
         if self._ended is not None:
             raise ClosedError(f"this iterator cannot go on: {self._ended}", fix="use the newer iterator, or iterate again")
+        if self._job.sizes is None:
+            return self._received(self._take())
+        if self._parts is None or self._parts.next == self._parts.count:
+            self._parts = None  # before the wait for the next one: it may be large
+            self._parts = self._cut(self._take())
+        self._job.sizes.free_after_failure()  # only now has the error let go of what it held
+        part = self._parts.take()
+        if self._parts.next == self._parts.count:
+            part.state = self._received(self._parts.batch).state
+        elif self._loader is not None:
+            part.state = self._loader.state_dict()  # a step that is begun is done again
+        return part
+
+    def _take(self) -> Batch:
         try:
             while (ready := self._pipeline.take()) is None:
                 self._pass_end()
@@ -74,12 +93,62 @@ class BatchIterator(Iterator[Batch]):
         self._job.telemetry.count("batches")
         if self._job.device.type == "cpu":
             heap.tidy()
+        return batch
+
+    def _received(self, batch: Batch) -> Batch:
+        """Counts a batch that the trainer now has, whole."""
+        self._before = self._position
         for index in (*self._pipeline.skipped, batch.index):
             self._position = self._job.grouping.after(self._position, index)
         self._pipeline.skipped.clear()
         if self._loader is not None:
             batch.state = self._loader._receive(self._position)
         return batch
+
+    # Steps in parts
+
+    def _cut(self, batch: Batch) -> Parts:
+        sizes, job = self._job.sizes, self._job
+        assert sizes is not None
+        clips = len(batch.clips)
+        count = sizes.parts(clips)
+        if job.config.batch.micro_size == "auto":  # with as many parts for all ranks as the one needs that needs most
+            count, fewest = agree((count, -clips), job.device, job.order.world_size)
+            count = min(count, -fewest)
+        return Parts(batch, count, job.config.batch.patch)
+
+    def any_rank(self, mine: bool) -> bool:
+        """Whether this is so on any rank."""
+        job = self._job
+        if job.config.batch.micro_size != "auto":
+            return mine
+        return bool(agree((int(mine),), job.device, job.order.world_size)[0])
+
+    def succeed(self) -> bool:
+        """Says that the work on the part that was handed out last went well; True when it was the last of its step."""
+        sizes, parts = self._job.sizes, self._parts
+        if sizes is None or parts is None:
+            return True
+        sizes.measured(parts.largest)
+        done = parts.next == parts.count
+        if done:
+            sizes.succeeded()
+        return done
+
+    def retry(self) -> int | None:
+        """Hands out the step again from its beginning, in more parts: how many; None where it is not to be cut finer."""
+        sizes, parts = self._job.sizes, self._parts
+        if sizes is None or parts is None or self._job.config.batch.micro_size != "auto":
+            return None
+        sizes.failed(parts.largest)
+        finer = self._cut(parts.batch)
+        if finer.count <= parts.count:  # on all ranks alike
+            return None
+        if parts.next == parts.count and self._loader is not None:  # it was counted as received
+            self._position = self._before
+            self._loader._receive(self._position)
+        self._parts = finer
+        return finer.count
 
     def _pass_end(self) -> None:
         """Goes on with the next epoch, where the loader repeats.

@@ -15,6 +15,7 @@ from gpupipe.data.depth import DepthControl
 from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.group import Grouping
 from gpupipe.data.makers import Makers
+from gpupipe.data.micro import Sizes
 from gpupipe.data.order import Order
 from gpupipe.data.prepare import Prepared
 from gpupipe.data.source.columns import Kind
@@ -46,6 +47,8 @@ class Job:
     index_workers: int
     telemetry: Telemetry
     custom: Custom = NO_CUSTOM
+    sizes: Sizes | None = None
+    """Of the parts in which batches are handed out; None: whole."""
     tokenizers: Tokenizers | None = None
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
@@ -34,6 +34,7 @@ from gpupipe.data.jitter import NO_LEVELS, Closed
 from gpupipe.data.job import Job
 from gpupipe.data.limit import within_limit
 from gpupipe.data.makers import Makers
+from gpupipe.data.micro import CudaMemory, Sizes, StepGuard
 from gpupipe.data.order import Order
 from gpupipe.data.pipeline import Pipeline
 from gpupipe.data.prepare import far_ahead
@@ -159,6 +160,7 @@ class VideoLoader:
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
             read_ahead=far_ahead(self.config.cache, entries),
+            sizes=_sizes(self.config, self.device),
             digest=states.digest([entry.path for entry in entries], listing.mixture),
         )
         self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after, shapes)
@@ -257,16 +259,53 @@ class VideoLoader:
             return
         self._next = self._position = states.from_dict(self._job, state)
 
+    def step_guard(self, zero_grad: Callable[[], object]) -> StepGuard:
+        """Stands around the work on one part of a step, where ``batch.micro_size`` cuts steps into parts::
+
+            for batch in loader:
+                with loader.step_guard(optimizer.zero_grad) as step:
+                    (loss_of(model, batch) * batch.share).backward()
+                if step.done:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        When memory runs out in the block, the error goes no further: ``zero_grad`` is called, and the whole step comes again
+        from its first part, in smaller ones. With one clip at a time it does go further. Ranks tell each other, by a reduction
+        of one number at the end of each block, so no gradients may be exchanged in it: with DistributedDataParallel put
+        ``model.no_sync()`` inside and reduce the gradients where ``step.done`` holds.
+
+        Args:
+            zero_grad: forgets the gradients of the parts that are done.
+
+        Raises:
+            ClosedError: when no iterator of this loader is at work.
+        """
+        iterator = self._iterator() if self._iterator is not None else None
+        if iterator is None:
+            raise ClosedError("step_guard() is for use inside of a loop over this loader", fix="iterate it first")
+        return StepGuard(iterator, zero_grad)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in the next epoch of this rank before ``batch.micro_size`` cuts them into parts: steps of the optimizer."""
+        return self._job.grouping.count(self._next.epoch)
+
     def __len__(self) -> int:
         """Batches in the next epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``. Epochs differ only where
         batches are planned from shapes (``batch.buckets``). An epoch that is taken up within has those that are left of them.
 
         Raises:
-            TypeError: with ``repeat``, where there is no end.
+            TypeError: with ``repeat``, where there is no end, and with ``batch.micro_size="auto"``.
         """
         if self.config.repeat:
             raise TypeError("this VideoLoader has no length: repeat=True makes its iterator go on for ever")
-        return self._job.grouping.count(self._next.epoch)
+        size, clips = self.config.batch.micro_size, self.config.clip.clips_per_video
+        if size == "auto":
+            raise TypeError("this VideoLoader has no length: memory decides into how many parts its steps_per_epoch are cut")
+        if size is None:
+            return self.steps_per_epoch
+        groups = self._job.grouping.groups(Position(self._next.epoch))
+        return sum(-(-len(group.requests) * clips // size) for group in groups)
 
     @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:
@@ -388,6 +427,11 @@ def _custom(before: UserTransform | None, after: UserTransform | None, config: T
             fix = "write one function that calls them one after the other" if several else "give a function of a Clip"
             raise ConfigError(f"{name}={function!r} cannot be called", fix=fix)
     return Custom(before, after, config.untagged_matrix, config.untagged_range)
+
+
+def _sizes(config: LoaderConfig, device: torch.device) -> Sizes | None:
+    size = config.batch.micro_size
+    return None if size is None else Sizes(size, CudaMemory(device) if device.type == "cuda" else None)
 
 
 def _cuda_stream(device: torch.device) -> torch.cuda.Stream:

@@ -101,7 +101,8 @@ def count_bytes(telemetry: Telemetry, batch: Batch, device: torch.device) -> Non
     total = sum(tensor.nbytes for tensor in batch.values())
     telemetry.count("bytes_batches", total)
     if device.type == "cuda":
-        telemetry.count("bytes_uploaded", total - batch.video.nbytes)
+        made = batch["tokens" if "tokens" in batch else "video"]
+        telemetry.count("bytes_uploaded", total - made.nbytes)
 
 
 def stages(

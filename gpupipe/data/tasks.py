@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from functools import partial
 
 from gpupipe.config import JitterConfig
 from gpupipe.data.assembly import Assembly
+from gpupipe.data.canvas import Canvas, Packed, Stacked
 from gpupipe.data.group import Group
 from gpupipe.data.job import Job
 from gpupipe.data.visit import Task
@@ -55,16 +57,13 @@ def tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[int]
         size_bytes = _bytes(job, group)
         while (batch := reserve(size_bytes)) is None:
             yield None
-        transform = job.makers.transform(group.shape)
         with stage("allocate"), job.telemetry.at("assemble"):
             assembly = Assembly(
                 len(group.requests) * clips,
-                transform.clip_shape,
-                transform.dtype,
+                partial(_canvas, job, group),
                 job.device,
                 job.stream,
                 job.kinds,
-                memory_format=transform.memory_format,
                 mix=job.config.transform.mix,
                 epoch=epoch,
                 index=group.index,
@@ -79,7 +78,16 @@ def tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[int]
             yield visits.popleft()
 
 
+def _canvas(job: Job, group: Group) -> Canvas:
+    clips = job.config.clip.clips_per_video
+    transforms = [job.makers.transform(request.shape) for request in group.requests for _ in range(clips)]
+    if job.config.batch.layout == "pack":
+        return Packed(transforms, job.config.batch.patch, job.device)
+    return Stacked(transforms, job.device)
+
+
 def _bytes(job: Job, group: Group) -> int:
-    transform = job.makers.transform(group.shape)
-    clips = len(group.requests) * job.config.clip.clips_per_video
-    return clips * math.prod(transform.clip_shape) * transform.dtype.itemsize
+    transforms = [job.makers.transform(request.shape) for request in group.requests]
+    values = [math.prod(transform.clip_shape) for transform in transforms]
+    most = sum(values) if job.config.batch.layout == "pack" else max(values) * len(values)
+    return most * job.config.clip.clips_per_video * transforms[0].dtype.itemsize

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpupipe.data.group.cuts import Cut
-from gpupipe.data.shape import Shape
 from gpupipe.types import ClipRequest
 
 
@@ -17,12 +16,6 @@ class Group:
     index: int
     """Position of the batch in its epoch, from 0."""
     requests: list[ClipRequest]
-
-    @property
-    def shape(self) -> Shape | None:
-        """The greatest length of its clips, with the size of all; None where all have the loader's own shape."""
-        shapes = [request.shape for request in self.requests if request.shape is not None]
-        return Shape(*max(shapes)) if shapes else None
 
 
 @dataclass(frozen=True, slots=True)

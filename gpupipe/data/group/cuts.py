@@ -60,7 +60,13 @@ class Rule(StageConfig):
         return {"stack": tuple(shape), "pad": shape[1:], "pack": ()}[self.layout]
 
     def check(self, shape: Shape) -> None:
-        """Raises: ConfigError: when not even the clips of one visit of this shape fit a batch."""
+        """Raises: ConfigError: when not even the clips of one visit of this shape fit a batch, or make no whole patches."""
+        uneven = [size % step for size, step in zip(shape, self.patch, strict=True)]
+        if self.layout == "pack" and any(uneven):
+            raise ConfigError(
+                f"clips of {shape.frames} frames of {shape.height}x{shape.width} are not made up of patches of {self.patch}",
+                fix="for layout='pack' lengths and sizes must be multiples of batch.patch",
+            )
         alone = _Bin()
         if not alone.takes(shape, self):
             tokens, size = shape.tokens(self.patch) * self.clips, shape.values * self.item_bytes * self.clips

@@ -13,13 +13,11 @@ import numpy as np
 
 from gpupipe.data.source.arrays import Arrays, arrays_of, files_of, is_list
 from gpupipe.errors import SourceError
-from gpupipe.types import Entry
+from gpupipe.types import BATCH_TENSORS, Entry
 
 Kind = Literal["int", "float", "text"] | Arrays
 
 START_COLUMN = "start_frame"
-_TAKEN = ("video", "pts_seconds", "mask")
-"""Names of a batch's own tensors."""
 
 
 def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str] = ()) -> dict[str, Kind]:
@@ -34,7 +32,7 @@ def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str
     """
     names, files = tuple(names), tuple(files)
     wanted = list(dict.fromkeys(names + files))
-    taken = [name for name in wanted if name in _TAKEN]
+    taken = [name for name in wanted if name in BATCH_TENSORS]
     if taken:
         raise SourceError(f"column {taken[0]!r} has the name of a tensor of the batch", fix="name the column differently")
     if "label" not in wanted and any("label" in entry.columns for entry in entries):

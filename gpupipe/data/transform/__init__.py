@@ -37,6 +37,7 @@ class ClipTransform:
 
     Attributes:
         clip_shape: (3, T, H, W) for layout ``NCTHW``, (T, 3, H, W) for ``NTCHW``.
+        time_axis: the axis of T among these.
         dtype: the clip's torch dtype.
         memory_format: how the elements of a batch of such clips lie.
     """
@@ -49,6 +50,7 @@ class ClipTransform:
         self.clip_shape: tuple[int, ...] = (
             (CHANNELS, frames, height, width) if channels_first else (frames, CHANNELS, height, width)
         )
+        self.time_axis = 1 if channels_first else 0
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.memory_format: torch.memory_format = getattr(torch, config.memory_format)
         if self.dtype == torch.uint8:

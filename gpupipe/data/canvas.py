@@ -1,0 +1,101 @@
+"""The memory of a batch's clips: of one shape, filled up to the longest, or as tokens one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+
+from gpupipe.data.shape import CHANNELS, Patch, Shape
+from gpupipe.data.transform import ClipTransform
+
+
+class Canvas(Protocol):
+    """Where the clips of a batch are written, each by one thread, on its own stream."""
+
+    def slot(self, number: int) -> torch.Tensor:
+        """Where clip ``number`` is to be written, in the transform's ``clip_shape``; called on the writer's stream."""
+        ...
+
+    def written(self, number: int, clip: torch.Tensor) -> None:
+        """Told that it has been; called on the same stream."""
+        ...
+
+    def tensors(self, kept: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        """The batch's tensors by name, of the clips ``kept``; None: of all."""
+        ...
+
+
+class Stacked:
+    """Clips of one size, the shorter ones filled up with zeros behind their end.
+
+    Args:
+        transforms: of each clip.
+    """
+
+    def __init__(self, transforms: Sequence[ClipTransform], device: torch.device) -> None:
+        longest = max(transforms, key=lambda transform: transform.frames)
+        self._format = longest.memory_format
+        self._frames = [transform.frames for transform in transforms]
+        self._time = longest.time_axis
+        shape = (len(transforms), *longest.clip_shape)
+        self.video = torch.empty(shape, dtype=longest.dtype, device=device, memory_format=self._format)
+        self._slots = self.video.unbind()
+
+    def slot(self, number: int) -> torch.Tensor:
+        slot, frames = self._slots[number], self._frames[number]
+        return slot if frames == slot.shape[self._time] else slot.narrow(self._time, 0, frames)
+
+    def written(self, number: int, clip: torch.Tensor) -> None:
+        slot, frames = self._slots[number], self._frames[number]
+        missing = slot.shape[self._time] - frames
+        if missing:
+            slot.narrow(self._time, frames, missing).zero_()
+
+    def tensors(self, kept: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        if kept is None:
+            return {"video": self.video}
+        picked = self.video[torch.tensor(kept, device=self.video.device)]
+        return {"video": picked.contiguous(memory_format=self._format)}
+
+
+class Packed:
+    """Tokens of clips of any shape, (N, 3 * pt * ph * pw), in the order and with the values of a patch embedding.
+
+    A token has its patch's values in the order (channel, frame, row, column), as ``conv3d`` weights do. Tokens of a clip follow
+    one another along the width, then the height, then time.
+    """
+
+    def __init__(self, transforms: Sequence[ClipTransform], patch: Patch, device: torch.device) -> None:
+        self._transforms, self._patch = transforms, patch
+        self._grids = [Shape(each.frames, *each.config.size).grid(patch) for each in transforms]
+        self._ends = list(accumulate((t * h * w for t, h, w in self._grids), initial=0))
+        values = CHANNELS * patch[0] * patch[1] * patch[2]
+        self.tokens = torch.empty((self._ends[-1], values), dtype=transforms[0].dtype, device=device)
+
+    def slot(self, number: int) -> torch.Tensor:
+        transform = self._transforms[number]
+        return torch.empty(transform.clip_shape, dtype=transform.dtype, device=self.tokens.device)
+
+    def written(self, number: int, clip: torch.Tensor) -> None:
+        (t, h, w), (pt, ph, pw) = self._grids[number], self._patch
+        video = clip if self._transforms[number].time_axis == 1 else clip.transpose(0, 1)
+        patches = video.view(CHANNELS, t, pt, h, ph, w, pw)  # axes that are cut in two need no copy, whatever the strides
+        rows = self.tokens[self._ends[number] : self._ends[number + 1]]
+        rows.view(t, h, w, CHANNELS, pt, ph, pw).copy_(patches.permute(1, 3, 5, 0, 2, 4, 6))
+
+    def tensors(self, kept: Sequence[int] | None) -> dict[str, torch.Tensor]:
+        numbers = range(len(self._grids)) if kept is None else kept
+        grids = [self._grids[number] for number in numbers]
+        tokens = self.tokens
+        if kept is not None:
+            tokens = torch.cat([tokens[self._ends[number] : self._ends[number + 1]] for number in kept])
+        lengths = accumulate((t * h * w for t, h, w in grids), initial=0)
+        device = tokens.device
+        return {
+            "tokens": tokens,
+            "cu_seqlens": torch.tensor(list(lengths), dtype=torch.int32).to(device),
+            "grid": torch.tensor(grids, dtype=torch.int32).to(device),
+        }
