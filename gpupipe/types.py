@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     import numpy as np
@@ -185,6 +185,13 @@ def copy_samples(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bo
         target.copy_(source, non_blocking=non_blocking)
 
 
+class Named(Protocol):
+    """What has a name that a video may be opened by, for as long as it lives."""
+
+    @property
+    def name(self) -> str: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One video of the source with the columns of its row."""
@@ -195,8 +202,9 @@ class Entry:
     """The table and line that it comes from; empty without a table."""
     part: int = field(default=0, compare=False)
     """Which item of the list of videos it comes from, from 0."""
-    file: str = field(default="", compare=False)
-    """The file that holds its bytes, where ``path`` is only a name; else empty."""
+    held: Named | None = field(default=None, compare=False, repr=False)
+    """What keeps its bytes, where the program has them itself, and names them; ``path`` is then what people call the video.
+    See ``gpupipe.data.bytes.held.hold``."""
 
     @property
     def named(self) -> str:

@@ -312,7 +312,7 @@ def test_parts_hold_every_sample_once(layout: PlaneFormat, parts: tuple[tuple[in
 
 
 def test_the_configuration_of_caches(tmp_path: Path) -> None:
-    assert CacheConfig() == CacheConfig(clips="off", open_files=0, read_ahead=0), "nothing unless asked for"
+    assert CacheConfig() == CacheConfig(clips="off", open_files=0, read_ahead="auto"), "nothing unless asked for"
     for wrong in ({"clips": "gpu"}, {"clips_gib": 0}, {"open_files": -1}, {"read_ahead": 5000}, {"clip": "off"}):
         with pytest.raises(ConfigError):
             CacheConfig(**wrong)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpupipe import VideoLoader
+from gpupipe import VideoLoader, VideoReader
 from gpupipe.config import SourceConfig
+from gpupipe.data.bytes import held, open_file
 from gpupipe.data.source import collect
-from gpupipe.data.source.spill import Spill
-from gpupipe.errors import SourceError
+from gpupipe.errors import OpenError, SourceError
 
 SMALL: dict[str, Any] = {"clip": {"frames": 2}, "transform": {"size": 16}, "batch": 2, "device": "cpu", "shuffle": False}
 CONFIG = SourceConfig()
@@ -47,6 +49,12 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where temporary folders are made."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests have asked for."""
+    monkeypatch.setattr(held, "_fetched", OrderedDict())
 
 
 # torch
@@ -118,74 +126,86 @@ def test_a_data_frame_gives_its_rows(paths: list[str]) -> None:
 # bytes
 
 
-def test_videos_in_memory_are_files_until_the_loader_is_closed(paths: list[str], temporary: Path) -> None:
+def test_videos_in_memory_are_asked_for_again(paths: list[str], temporary: Path) -> None:
     items = Items(*({"path": Path(path).read_bytes(), "label": k} for k, path in enumerate(paths)))
     with VideoLoader(items, **SMALL) as loader, VideoLoader(paths, **SMALL) as plain:
-        files = [path for path in temporary.rglob("*") if path.is_file()]
-        assert len(files) == 4
+        assert items.asked == [0, 1, 2, 3]
         for batch, expected in zip(loader, plain, strict=True):
             assert torch.equal(batch.video, expected.video)
             assert torch.equal(loader.replay(batch.clips[1]), batch.video[1])
         assert loader.dataset[2]["video"].shape == (3, 2, 16, 16)
+        assert sorted(items.asked[4:8]) == [0, 1, 2, 3]
         assert loader.dataset.paths == [f"Items[{k}]" for k in range(4)], "names that are the same in each run"
-    assert list(temporary.iterdir()) == []
+        with VideoLoader(items, **SMALL) as other:
+            other.load_state_dict(loader.state_dict())  # and while another loader has them too
+    assert list(temporary.iterdir()) == [], "nothing of it is written"
 
 
-def test_a_dropped_loader_and_one_that_cannot_be_made_leave_no_files(paths: list[str], temporary: Path) -> None:
-    data = Path(paths[0]).read_bytes()
-    loader = VideoLoader(Items(data, data), **SMALL)
-    assert list(temporary.iterdir()) != []
-    del loader
-    assert list(temporary.iterdir()) == []
-    with pytest.raises(SourceError, match=r"Items\[1\] has no 'path'"):
-        VideoLoader(Items(data, {}), **SMALL)
-    assert list(temporary.iterdir()) == []
+def test_no_more_of_them_is_kept_than_the_bound(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither by what was fetched, nor by files that are kept open."""
+    monkeypatch.setattr(held, "_MOST_BYTES", 0)
+    items = Items(*(Path(path).read_bytes() for path in paths))
+    with VideoLoader(items, **SMALL, cache={"open_files": 64}) as loader:
+        assert len(list(loader)) == 2
+        assert len(held._fetched) == 1
+        assert len(loader._job.files) == 0
+    with VideoLoader(paths, **SMALL, cache={"open_files": 64}) as loader:
+        assert len(list(loader)) == 2
+        assert len(loader._job.files) == 4, "as those of files are"
 
 
-def test_a_process_that_ends_leaves_no_files(paths: list[str], tmp_path: Path) -> None:
-    """Neither by falling off its end, nor does a forked child of it take them away."""
-    code = f"""
-import os, sys, torch
-from pathlib import Path
-from gpupipe import VideoLoader
-class Items(torch.utils.data.Dataset):
-    def __len__(self): return 2
-    def __getitem__(self, n): return Path({paths[0]!r}).read_bytes()
-loader = VideoLoader(Items(), clip={{"frames": 2}}, transform={{"size": 16}}, batch=2, device="cpu")
-if (child := os.fork()) == 0:
-    sys.exit(0)
-os.waitpid(child, 0)
-files = [p for p in Path({str(tmp_path)!r}).rglob("*") if p.is_file()]
-print(len(files), next(iter(loader)).video.shape[0])
-"""
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(tmp_path)}
-    )
-    assert run.stdout == "2 2\n", run.stderr
-    assert [path for path in tmp_path.iterdir() if path.name.startswith("gpupipe-videos-")] == []
+def test_threads_ask_a_dataset_one_at_a_time(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold one open archive, whose place in the file they would move under each other."""
+    monkeypatch.setattr(held, "_MOST_BYTES", 0)
+
+    class Alone(Items):
+        inside = most = 0
+
+        def __getitem__(self, number: int) -> Any:
+            self.inside += 1
+            self.most = max(self.most, self.inside)
+            data = Path(paths[number % 4]).read_bytes()
+            self.inside -= 1
+            return data
+
+    items = Alone(*range(40))
+    with VideoLoader(items, **SMALL, decode={"threads": 4}) as loader:
+        assert sum(len(batch.paths) for batch in loader) == 40
+    assert items.most == 1
 
 
-def test_what_is_written_is_bounded(temporary: Path) -> None:
-    with pytest.raises(SourceError, match=r"up to Items\[1\] the bytes of videos come to 1600 bytes, source\.spill_gib allows"):
-        VideoLoader(Items(b"x" * 800, b"x" * 800), **SMALL, source={"spill_gib": 1e-6})
-    assert list(temporary.iterdir()) == []
-    with pytest.raises(SourceError, match=r"Items\[0\] holds its video's bytes"):
-        collect(Items(b"x"), CONFIG)
+def test_an_item_that_changes_is_a_bad_file(paths: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its clips would depend on who asks when."""
+    monkeypatch.setattr(held, "_MOST_BYTES", 0)
+    items = Items(*(Path(path).read_bytes() for path in paths[:2]))
+    with VideoLoader(items, **(SMALL | {"batch": 1}), on_bad_file="skip") as loader:
+        items.items = (b"other", items.items[1])
+        assert [batch.paths for batch in loader] == [["Items[1]"]]
+        assert "held://Items[0] gives other bytes than before" in loader.bad_files["Items[0]"]
 
 
-def test_no_room_for_files_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    with pytest.raises(SourceError, match=r"the bytes of row 3 cannot be written to a file: .*none"):
-        Spill(100).keep(b"x", "a.mp4", "row 3")
+def test_two_datasets_of_one_class_are_told_apart(paths: list[str], fresh_cache: Path) -> None:
+    """A filter would take the one for the other."""
+    short, long = Items(Path(paths[0]).read_bytes()), Items(Path(paths[3]).read_bytes())
+    with VideoReader(paths[0], device="cpu") as one, VideoReader(paths[3], device="cpu") as two:
+        sizes = [min(reader.info.display_size) for reader in (one, two)]
+    assert sizes[0] != sizes[1]
+    with VideoLoader([short, long], **(SMALL | {"batch": 1}), source={"filter": {"min_size": max(sizes)}}) as loader:
+        expected = "Items[0]" if sizes[0] > sizes[1] else "Items[0] of item 1"
+        assert loader.dataset.paths == [expected]
 
 
-def test_names_of_bytes_lead_nowhere(temporary: Path) -> None:
-    """They are the dataset's own words: only an ending is used of them."""
-    spill = Spill(100)
-    kept = [spill.keep(b"x", name, "row") for name in ("../../up.mp4", "/etc/x.webm", "a.b/../c", "odd.m p", "")]
-    assert [Path(path).parent.parent for path in kept] == [temporary] * 5
-    assert [Path(path).name for path in kept] == ["0.mp4", "1.webm", "2", "3", "4"]
-    spill.close()
+def test_a_dataset_of_clips_goes_to_worker_processes(paths: list[str]) -> None:
+    items = Items(*(Path(path).read_bytes() for path in paths))
+    with VideoLoader(items, **SMALL) as loader:
+        there = pickle.dumps(loader.dataset)
+        code = "import pickle, sys; data = pickle.load(sys.stdin.buffer); print(float(data[1]['video'].float().sum()))"
+        run = subprocess.run(
+            [sys.executable, "-c", code], input=there, capture_output=True, check=False,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+        assert run.returncode == 0, run.stderr.decode()
+        assert float(run.stdout) == pytest.approx(float(loader.dataset[1]["video"].float().sum()))
 
 
 # Hugging Face
@@ -215,7 +235,7 @@ def test_rows_come_in_the_order_that_the_dataset_was_given(hf: Any, paths: list[
     assert entries[2].named == f"{entries[2].path} (dataset row 2)"
 
 
-def test_videos_within_the_dataset_are_written_to_files(hf: Any, paths: list[str], temporary: Path) -> None:
+def test_videos_within_the_dataset_are_read_as_they_are_stored(hf: Any, paths: list[str], temporary: Path) -> None:
     held = [{"bytes": Path(path).read_bytes(), "path": Path(path).name} for path in paths[:2]]
     data = hf.Dataset.from_dict({"video": [*held, {"path": paths[2], "bytes": None}]}).cast_column("video", hf.Video())
     with VideoLoader(data, **(SMALL | {"batch": 3})) as loader, VideoLoader(paths[:3], **(SMALL | {"batch": 3})) as plain:
@@ -223,13 +243,24 @@ def test_videos_within_the_dataset_are_written_to_files(hf: Any, paths: list[str
         assert torch.equal(next(iter(loader)).video, next(iter(plain)).video)
 
 
-def test_a_parquet_table_of_such_a_dataset_too(hf: Any, paths: list[str], temporary: Path) -> None:
-    held = [{"bytes": Path(path).read_bytes(), "path": Path(path).name} for path in paths[:2]]
-    hf.Dataset.from_dict({"video": held, "label": [4, 5]}).cast_column("video", hf.Video()).to_parquet(temporary / "t.parquet")
+def test_a_parquet_table_of_such_a_dataset_too(
+    hf: Any, paths: list[str], temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(held, "_MOST_BYTES", 0)
+    monkeypatch.setattr("gpupipe.data.source.arrow._LARGE_BYTES", 1000)
+    videos = [{"bytes": Path(path).read_bytes(), "path": Path(path).name} for path in paths]
+    data = hf.Dataset.from_dict({"video": videos, "label": [4, 5, 6, 7]}).cast_column("video", hf.Video())
+    data.to_parquet(temporary / "t.parquet", batch_size=3)
     with VideoLoader(temporary / "t.parquet", **SMALL, source={"path_column": "video"}) as loader:
-        (batch,) = loader
-        assert batch.paths == [f"{temporary}/t.parquet row 0: h264.mp4", f"{temporary}/t.parquet row 1: vp9.webm"]
-        assert batch["label"].tolist() == [4, 5]
+        one, two = loader
+        with VideoLoader(paths, **SMALL) as plain:
+            assert all(torch.equal(a.video, b.video) for a, b in zip((one, two), plain, strict=True))
+        assert one.paths == [f"{temporary}/t.parquet row 0: h264.mp4", f"{temporary}/t.parquet row 1: vp9.webm"]
+        assert two["label"].tolist() == [6, 7]
+    assert "t.parquet has 3 videos in a row group" in caplog.text
+    data.select([0]).to_parquet(temporary / "t.parquet")
+    with pytest.raises(OpenError, match=r"t\.parquet row 1: vp9.webm cannot be had: .*t\.parquet has no such row any more"):
+        open_file(loader._job.file_of(loader._job.entries[1]))
 
 
 def test_what_names_no_video_in_it_is_told(hf: Any) -> None:

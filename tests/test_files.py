@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from gpupipe import VideoLoader
-from gpupipe.data import bytes as bytes_room
 from gpupipe.data import files as files_room
 from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity, LocalFile
+from gpupipe.data.bytes import local as local_files
 from gpupipe.data.decode.feed import PacketFeed
 from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.plan import make_plan
@@ -122,9 +122,9 @@ def test_running_out_of_descriptors_closes_those_kept(some: list[Identity], monk
             raise OSError(24, "Too many open files")
         return original(path, *rest, **options)
 
-    monkeypatch.setattr(bytes_room.os, "open", full)
+    monkeypatch.setattr(local_files.os, "open", full)
     assert read(files, some[1]) == "1"
-    monkeypatch.setattr(bytes_room.os, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(24, "Too many open files")))
+    monkeypatch.setattr(local_files.os, "open", lambda *_, **__: (_ for _ in ()).throw(OSError(24, "Too many open files")))
     with pytest.raises(DeviceError, match="ulimit"):
         read(files, some[2])
     monkeypatch.undo()

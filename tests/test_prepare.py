@@ -16,10 +16,10 @@ import torch
 
 from gpupipe import VideoLoader
 from gpupipe.config import ClipConfig
-from gpupipe.data import bytes as bytes_room
 from gpupipe.data import index as indices
 from gpupipe.data import prepare as room
 from gpupipe.data.bytes import LocalFile
+from gpupipe.data.bytes import local as bytes_room
 from gpupipe.data.decode.feed import PacketFeed, ranges
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.plan import make_plan

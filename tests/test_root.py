@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from test_bytes_shard import write_shard
 
 from gpupipe.config import SourceConfig
+from gpupipe.data.bytes import held, store
 from gpupipe.data.source import collect
 from gpupipe.errors import SourceError
 
@@ -99,3 +101,71 @@ def test_arrays_that_rows_name_are_held_to_it_too(tree: Path) -> None:
 def test_a_root_that_is_not_there_is_told(tree: Path) -> None:
     with pytest.raises(SourceError, match=r"source\.root='.*none' is no folder"):
         collect([str(tree / "in/2.mp4")], SourceConfig(root=tree / "none"))
+
+
+def test_a_member_lies_where_its_shard_does(tree: Path) -> None:
+    """Its own name leads nowhere, whatever it looks like."""
+    write_shard(tree / "in" / "s.tar", {"../../up.mp4": b"x", "a.mp4": b"x"})
+    write_shard(tree / "out" / "s.tar", {"a.mp4": b"x"})
+    expected = [f"{tree}/in/s.tar::../../up.mp4", f"{tree}/in/s.tar::a.mp4"]
+    assert rooted(tree, tree / "in" / "s.tar") == expected
+    assert rooted(tree, [{"path": path} for path in expected]) == expected
+    for path in ("in/../out/s.tar::a.mp4", "in/folder/s.tar::a.mp4", "out/s.tar::../in/2.mp4"):
+        with pytest.raises(SourceError, match=r"does not lie inside source\.root="):
+            rooted(tree, [{"path": f"{tree}/{path}"}])
+        with pytest.raises(SourceError, match=r"does not lie inside source\.root="):
+            rooted(tree, [f"{tree}/{path.split('::')[0]}"])
+
+
+def test_bytes_lie_nowhere_and_their_names_lead_to_none(tree: Path) -> None:
+    """A list that others made cannot ask for what the program holds."""
+    data = held.hold(b"x", "secret")
+    assert rooted(tree, [b"x", data])[1] == "secret"
+    with pytest.raises(SourceError, match=r"held://secret' does not lie inside"):
+        rooted(tree, [{"path": data.name}])
+
+
+ROOT = "https://host/set"
+
+
+@pytest.mark.parametrize("path", ["a.mp4", "b/c.mp4?x=1", "s.tar::../a.mp4"])
+def test_a_url_may_be_the_root(path: str) -> None:
+    rows = [{"path": f"{ROOT}/{path}"}]
+    assert [entry.path for entry in collect(rows, SourceConfig(root=ROOT))] == [f"{ROOT}/{path}"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "https://host/settle/a.mp4",
+        "https://host/set/../a.mp4",
+        "https://host/set/%2e%2e/a.mp4",
+        "https://host/set/..%2fa.mp4",
+        "https://host/set/.\t./a.mp4",
+        "https://host/set/../s.tar::a.mp4",
+        "https://host/set\\..\\a.mp4",
+        "https://host.evil/set/a.mp4",
+        "http://host/set/a.mp4",
+        "https://user@host/set/a.mp4",
+        "file:///https://host/set/a.mp4",
+        "/etc/passwd",
+        "set/a.mp4",
+        "held://set/a.mp4",
+    ],
+)
+def test_urls_that_lead_out_of_it_are_refused_before_a_store_is_asked(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(*_: Any) -> Any:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(store, "listing", ask)
+    monkeypatch.setattr(store, "system", ask)
+    for videos in ([{"path": path}], [path]):
+        with pytest.raises(SourceError, match=r"does not lie inside source\.root="):
+            collect(videos, SourceConfig(root=ROOT))
+
+
+@pytest.mark.parametrize("videos", ["https://other/set/", "https://other/*.mp4", "https://host/set/{../a,b}.tar"])
+def test_folders_and_patterns_in_stores_are_held_to_it_too(videos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "listing", lambda *_: pytest.fail("asked"))
+    with pytest.raises(SourceError, match=r"does not lie inside source\.root="):
+        collect(videos, SourceConfig(root=ROOT))

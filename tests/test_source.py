@@ -392,10 +392,3 @@ def test_lists_that_are_no_tables_say_what_is_missing(lines: list[str], says: st
     (tmp_path / "t.csv").write_text("\n".join(lines))
     with pytest.raises(SourceError, match=says):
         column_kinds(collect(tmp_path / "t.csv", CONFIG), [])
-
-
-@pytest.mark.parametrize("url", ["https://host/a.mp4", "S3://bucket/a.mp4"])
-def test_a_url_is_refused_as_one(url: str) -> None:
-    for videos in (url, [url]):
-        with pytest.raises(SourceError, match="is a URL"):
-            collect(videos, CONFIG)

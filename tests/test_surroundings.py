@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from gpupipe import VideoLoader
-from gpupipe.data import index, pipeline
+from gpupipe.data import index, pipeline, tasks
 from gpupipe.data.assembly import Assembly
 from gpupipe.errors import ConfigError, DeviceMemoryError, OpenError
 
@@ -148,7 +148,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Assembly]]:
             super().__init__(*args, **kwargs)
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(pipeline, "Assembly", Watched)
+    monkeypatch.setattr(tasks, "Assembly", Watched)
     return made
 
 

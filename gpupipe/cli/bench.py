@@ -77,7 +77,10 @@ def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str
     """The videos, over and over until a pass over them is long: between two passes a loader starts anew."""
     from gpupipe.data.source import collect
 
-    rows = [{**entry.columns, "path": entry.path} for entry in collect(existing(videos), loader.source, loader.columns)]
+    rows = [
+        {**entry.columns, "path": entry.held or entry.path}
+        for entry in collect(existing(videos), loader.source, loader.columns)
+    ]
     size = loader.batch.size
     return rows * -(-min(_PASS_BATCHES * size, max(size, _PASS_CLIPS)) // len(rows))
 

@@ -20,7 +20,8 @@ def cache(config: CacheCommandConfig) -> dict[str, Any]:
     """Counts the files of the cache folder, and with ``clear`` removes them.
 
     Returns:
-        The folder, how many indices and tuned launches it has or had, their bytes, how many were removed; JSON types only.
+        The folder, how many indices, lists of shards, blocks of remote videos and tuned launches it has or had, their bytes,
+        and how many were removed; JSON types only.
 
     Raises:
         GpupipeError: when a file cannot be removed.
@@ -28,11 +29,11 @@ def cache(config: CacheCommandConfig) -> dict[str, Any]:
     from gpupipe.device import disk
     from gpupipe.errors import GpupipeError
 
-    indices, launches = disk.stored(disk.INDICES), disk.stored(disk.LAUNCHES)
+    found = {kind: disk.stored(kind) for kind in disk.KINDS}
     removed = 0
     if config.action == "clear":
         try:
-            removed = disk.clear(disk.INDICES) + disk.clear(disk.LAUNCHES)
+            removed = sum(disk.clear(kind) for kind in disk.KINDS)
         except OSError as error:
             raise GpupipeError(
                 f"{error.filename} cannot be removed: {error.strerror}", fix="is the folder somebody else's?"
@@ -41,9 +42,12 @@ def cache(config: CacheCommandConfig) -> dict[str, Any]:
         "command": "cache",
         "action": config.action,
         "cache": str(disk.cache_dir()),
-        "indices": len(indices),
-        "launches": len(launches),
-        "size_bytes": sum(indices.values()) + sum(launches.values()),
+        "indices": len(found[disk.INDICES]),
+        "shards": len(found[disk.SHARDS]),
+        "blocks": len(found[disk.REMOTE]),
+        "block_bytes": sum(found[disk.REMOTE].values()),
+        "launches": len(found[disk.LAUNCHES]),
+        "size_bytes": sum(sum(files.values()) for files in found.values()),
         "removed": removed,
     }
 
@@ -52,7 +56,7 @@ def command(
     action: Annotated[Literal["ls", "clear"], typer.Argument(help="ls: show what is there; clear: remove it.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
-    """Show or clear the indices and the tuned kernel launches that are kept on disk.
+    """Show or clear what is kept on disk: indices, lists of shards, blocks of remote videos and tuned kernel launches.
 
     They are made again when they are needed. The folder is GPUPIPE_CACHE, or lies in the user's cache folder.
     """
@@ -63,6 +67,8 @@ def command(
     say_facts([
         ("cache", report["cache"]),
         ("indices", f"{report['indices']}"),
+        ("shards", f"{report['shards']} listed"),
+        ("remote", f"{report['blocks']} blocks, {size_text(report['block_bytes'])}"),
         ("launches", f"{report['launches']} tuned"),
         ("size", size_text(report["size_bytes"])),
         ("removed", report["removed"] if action == "clear" else None),

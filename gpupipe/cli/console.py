@@ -89,7 +89,7 @@ def existing(videos: Sequence[str]) -> list[str]:
         SourceError: for the first that is no file, folder or pattern.
     """
     for video in videos:
-        if not os.path.exists(video) and not glob.has_magic(video):
+        if not os.path.exists(video) and not glob.has_magic(video) and not any(sign in video for sign in ("://", "::", "{")):
             raise SourceError(f"{video} does not exist", fix="check the path; relative ones start at the working directory")
     return list(videos)
 

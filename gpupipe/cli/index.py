@@ -33,7 +33,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
     from contextlib import closing
 
     from gpupipe.config import SourceConfig
-    from gpupipe.data.index.fill import fill
+    from gpupipe.data.index.fill import survey
     from gpupipe.data.scan.store import file_of
     from gpupipe.data.source import collect
     from gpupipe.device.disk import cache_dir
@@ -47,7 +47,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
     frames = packets = size_bytes = not_kept = 0
     seconds = 0.0
     began = time.perf_counter()
-    outcomes = fill(paths, config.processes or cpu_quota())
+    outcomes = survey(entries, config.processes or cpu_quota())
     with closing(outcomes), Progress(f"indexing {len(paths)} videos", len(paths)) as bar:
         for done, (path, outcome) in enumerate(outcomes, 1):
             if isinstance(outcome, GpupipeError):
@@ -77,7 +77,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
 
 
 def command(
-    videos: Annotated[list[str], typer.Argument(help="Videos: files, folders, globs or tables.")],
+    videos: Annotated[list[str], typer.Argument(help="Videos: files, folders, patterns, tables, shards or URLs.")],
     processes: Annotated[int | None, typer.Option(help="Processes side by side; one for each core unless given.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:

@@ -48,9 +48,10 @@ def probe(config: ProbeConfig) -> dict[str, Any]:
     from gpupipe.device.inventory import resolve_device
     from gpupipe.errors import OpenError
 
-    if os.path.isdir(config.file):
-        fix = "name one video file; `gpupipe index` goes through a folder, a table or a list"
-        raise OpenError(f"{config.file} is a folder", fix=fix, path=config.file)
+    if os.path.isdir(config.file) or config.file.lower().endswith(".tar"):
+        kind = "a folder" if os.path.isdir(config.file) else "a shard"
+        fix = "name one video file (SHARD.tar::MEMBER in a shard); `gpupipe index` goes through a folder, a table or a list"
+        raise OpenError(f"{config.file} is {kind}", fix=fix, path=config.file)
     device = resolve_device(config.device)
     identity = Identity.of(config.file)
     cached = indices.cached(identity) is not None
@@ -127,7 +128,7 @@ def _plan_costs(index: VideoIndex) -> list[dict[str, float | int]]:
 
 
 def command(
-    file: Annotated[str, typer.Argument(help="A video file.")],
+    file: Annotated[str, typer.Argument(help="A video file, a URL, or SHARD.tar::MEMBER.")],
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N: for which to choose the decoder.")] = "auto",
     plan: Annotated[bool, typer.Option("--plan", help="Show what clips of it cost to decode.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the facts as JSON.")] = False,

@@ -43,6 +43,7 @@ __all__ = [
     "LoaderConfig",
     "MixConfig",
     "PathLike",
+    "RemoteConfig",
     "SourceConfig",
     "StageConfig",
     "TransformConfig",
@@ -162,7 +163,8 @@ class JitterConfig(StageConfig):
 
 
 class CacheConfig(StageConfig):
-    """What is kept for later epochs and fetched ahead of need. All of it is off unless asked for; none changes a pixel."""
+    """What is kept for later epochs and fetched ahead of need. For local files all of it is off unless asked for; none changes
+    a pixel."""
 
     example: ClassVar[str] = '{"clips": "device", "clips_gib": 4}'
 
@@ -177,14 +179,36 @@ class CacheConfig(StageConfig):
     open_files: Annotated[int, Field(ge=0, le=65536)] = 0
     """Video files kept open, the least recently used closed first; at most a quarter of what the process may open. For network
     file systems: on a local disk opening a file costs a few microseconds."""
-    read_ahead: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Visits to videos whose bytes the kernel is asked for before their turn. For disks that are slow to answer and sets larger
-    than the page cache. Works on Linux; where the kernel takes no such hints, visits are only planned ahead."""
+    read_ahead: Annotated[int, Field(ge=0, le=4096)] | Literal["auto"] = "auto"
+    """Visits to videos whose bytes are asked for before their turn: of the kernel, or of the store that they are in. ``auto``:
+    32 where any video lies in a store far away, else 0. A number also helps with disks that are slow to answer and sets larger
+    than the page cache. Where the kernel takes no such hints, as it does on Linux, visits to local files are only planned
+    ahead."""
 
     @field_validator("clips", mode="before")
     @classmethod
     def _yaml_off(cls, value: Any) -> Any:
         return "off" if value is False else value  # YAML reads the bare word as False
+
+
+class RemoteConfig(StageConfig):
+    """How videos in stores far away are read: ``s3://``, ``https://`` and the like. What is set holds for the whole process and
+    those that it starts; what is None is as ``GPUPIPE_REMOTE`` has it, a JSON object of these fields in the environment. Access
+    to a store (end point, keys, anonymous) is set for fsspec itself, as its documentation of ``fsspec.config`` tells."""
+
+    example: ClassVar[str] = '{"cache_gib": 100}'
+
+    cache_gib: Annotated[float, Field(ge=0, le=1 << 20)] | None = None
+    """Bound on the blocks of remote videos in the folder ``GPUPIPE_CACHE``, in GiB; None: 8. 0 keeps none on disk: then
+    processes that decode fetch for themselves what was read ahead. What came first stays, and what nobody has used for a day
+    makes room. All processes of a machine share the folder; each of them may pass the bound by a thirtieth of it. Beside that
+    a process keeps the last 256 MiB in memory."""
+    attempts: Annotated[int, Field(ge=1, le=100)] | None = None
+    """How often a request is made before its failure counts, with pauses that grow up to 5 s; None: 5."""
+    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    """How long one request, for 8 MiB at most, may take; None: 30."""
+    connections: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Requests under way at a time; None: 16. The first request of the process fixes it."""
 
 
 class LoaderConfig(StageConfig):
@@ -214,6 +238,8 @@ class LoaderConfig(StageConfig):
     """How many batches are prepared ahead."""
     cache: CacheConfig = CacheConfig()
     """What is kept and fetched ahead of need."""
+    remote: RemoteConfig = RemoteConfig()
+    """How videos in stores far away are read."""
     device: str = "auto"
     """``cuda``, ``cuda:N``, ``cpu``, or ``auto``: the current CUDA device if there is one, else the CPU."""
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)] = 0

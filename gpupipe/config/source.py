@@ -55,7 +55,7 @@ class SourceConfig(StageConfig):
         ".mp4", ".m4v", ".mov", ".mkv", ".webm", ".avi", ".ts", ".m2ts", ".mts", ".mpg", ".mpeg", ".flv", ".wmv", ".3gp",
         ".ogv",
     )  # fmt: skip
-    """Endings of the names of files that count as videos in a folder, in lower or upper case."""
+    """Endings of the names of files that count as videos in a folder or a shard, in lower or upper case."""
     recursive: bool = True
     """Look into the folders inside a folder too."""
     label_from: Literal["column", "folder"] = "column"
@@ -74,16 +74,14 @@ class SourceConfig(StageConfig):
     the column's name, all of one shape. They are read with the clip, never unpickled; one that cannot be used makes its row a
     bad file."""
 
-    spill_gib: Annotated[float, Field(ge=0, le=65536)] = 1.0
-    """Bound in GiB on videos that a dataset or a Parquet table holds as bytes: they are written to a temporary folder
-    (``TMPDIR`` says where) when the loader is made, and removed by ``close()``."""
     filter: FilterConfig = FilterConfig()
     """Which videos are taken, by length, size and rate; all unless asked for. Indices that are missing are made when the loader
     is, which reads each file's packets once; ``gpupipe index`` makes them ahead."""
     root: Annotated[str, BeforeValidator(_as_text)] | None = None
     """A folder that all files must lie in, once links are followed: for lists that others made. A row whose path leads out of
-    it, by ``..``, as an absolute path or through a link, is an error that names the row. Relative paths start where they do
-    without it. None: paths lead anywhere."""
+    it, by ``..``, as an absolute path or URL or through a link, is an error that names the row; members of shards lie where
+    their shard does. Relative paths start where they do without it. Or a URL, with which all videos' URLs must begin. None:
+    paths lead anywhere."""
     weights: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
     """Shares of an epoch's samples, a number for each item of the list of videos: ``VideoLoader(["a.csv", "b/"],
     source={"weights": [0.7, 0.3]})``. They need not sum to 1; shares are exact to rounding. None: each video once."""

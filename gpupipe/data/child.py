@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
+from gpupipe.data.bytes import settings
 from gpupipe.data.stop import Stop, Stopped, never
 
 _READY = b"r"
@@ -129,7 +130,7 @@ class Child:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors or subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": search},
+                env={**os.environ, **settings.environment(), "PYTHONPATH": search},
                 pass_fds=self._shared,
                 # Ctrl-C is for the main process, which ends this one. A session of its own would see to that too, but Linux may
                 # give each session like shares of the cores (autogroups), whatever the priorities of its processes.

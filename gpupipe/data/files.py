@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
-from gpupipe.data.bytes import Identity, LocalFile
+from gpupipe.data.bytes import Identity, VideoFile, open_file
+from gpupipe.data.bytes.name import HELD
 from gpupipe.data.limit import most_open
 from gpupipe.errors import DeviceError
 from gpupipe.telemetry import Telemetry
@@ -23,7 +24,7 @@ _SHARE = 4
 
 @dataclass
 class _Open:
-    file: LocalFile
+    file: VideoFile
     users: int = 0
     kept: bool = True
     """False once it is to be closed by its last user."""
@@ -55,15 +56,15 @@ class OpenFiles:
         return self._telemetry.span("read")
 
     @contextmanager
-    def lend(self, identity: Identity) -> Iterator[LocalFile]:
+    def lend(self, identity: Identity) -> Iterator[VideoFile]:
         """A file, open for the time of the block. It may have changed since ``identity`` was made: ask it.
 
         Raises:
             OpenError: when it cannot be opened.
             DeviceError: when the process may open no more files.
         """
-        if self._limit <= 0:
-            with LocalFile(identity.path) as file:
+        if self._limit <= 0 or identity.path.startswith(HELD):  # an open one would keep its bytes in memory
+            with open_file(identity.path) as file:
                 yield file
             return
         entry = self._take(identity)
@@ -77,10 +78,10 @@ class OpenFiles:
         if entry is not None:
             return entry
         try:
-            file = LocalFile(identity.path)
+            file = open_file(identity.path)
         except DeviceError:  # too many open files: these are the first to go
             self.close()
-            file = LocalFile(identity.path)
+            file = open_file(identity.path)
         with self._lock:
             entry = self._open.get(identity)
             if entry is not None:  # another thread was faster

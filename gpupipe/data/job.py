@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from gpupipe.config import LoaderConfig
+from gpupipe.data.bytes import name
 from gpupipe.data.cache import ClipCache, KeptClip
 from gpupipe.data.decode import DecodeEngine, Helping
 from gpupipe.data.depth import DepthControl
@@ -19,19 +19,11 @@ from gpupipe.data.micro import Sizes
 from gpupipe.data.order import Order
 from gpupipe.data.prepare import Prepared
 from gpupipe.data.source.columns import Kind
-from gpupipe.data.source.spill import Spill
 from gpupipe.data.tokens import Tokenizers
 from gpupipe.data.transform.custom import NO_CUSTOM, Custom
 from gpupipe.data.visit import Task
 from gpupipe.telemetry import Telemetry
 from gpupipe.types import Entry
-
-
-def _working_folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # it was removed: absolute paths need none, and a relative one is then told of by name
-        return ""
 
 
 @dataclass
@@ -61,8 +53,8 @@ class Job:
     clips: ClipCache | None = None
     """Decoded clips of this epoch and of those before."""
     files: OpenFiles = UNKEPT
-    spill: Spill | None = None
-    """Files of videos that came as bytes."""
+    read_ahead: int = 0
+    """Visits whose bytes are asked for before their turn."""
     bad_files: dict[str, str] = field(default_factory=dict)
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck, or visits took too long: not tried again."""
@@ -70,7 +62,7 @@ class Job:
     """What tells the shapes of the videos' clips, where batches are planned from these; else empty."""
     digest: str = ""
     """What tells this list of videos from another."""
-    folder: str = field(default_factory=_working_folder)
+    folder: str = field(default_factory=name.working_folder)
     """Where relative paths start, whatever the working directory becomes."""
     depth: DepthControl = field(init=False)
     """Of the jitter buffer; what one epoch has taught it serves the next."""
@@ -88,7 +80,7 @@ class Job:
 
     def file_of(self, entry: Entry) -> str:
         """The path by which a video is opened."""
-        return os.path.join(self.folder, entry.file or entry.path)
+        return name.of_entry(entry, self.folder)
 
     def kept(self, prepared: Prepared) -> KeptClip | None:
         """The planes of a visit, where they were kept and are as good as those that its decoder would make."""
@@ -109,5 +101,3 @@ class Job:
         if self.clips is not None:
             self.clips.close()
         self.files.close()
-        if self.spill is not None:
-            self.spill.close()

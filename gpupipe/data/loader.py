@@ -23,6 +23,7 @@ from gpupipe.config import (
 )
 from gpupipe.config.stage import whole_number
 from gpupipe.data import state as states
+from gpupipe.data.bytes import settings as remote
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import Helping
 from gpupipe.data.decode.fleet import engines_of, index_workers
@@ -35,6 +36,7 @@ from gpupipe.data.limit import within_limit
 from gpupipe.data.makers import Makers
 from gpupipe.data.micro import CudaMemory, Sizes, StepGuard
 from gpupipe.data.order import Order
+from gpupipe.data.prepare import far_ahead
 from gpupipe.data.ranks import local_ranks, place
 from gpupipe.data.replay import replay
 from gpupipe.data.run import Run
@@ -69,10 +71,12 @@ class VideoLoader:
     further stream, that stream must wait as for any torch tensor.
 
     Args:
-        videos: a file, folder, glob pattern or table (.csv, .jsonl or .parquet with a column ``path``), a mapping with ``path``
-            and further columns, a dataset of torch or of Hugging Face that yields such, or a list of these. A column ``label``
-            (numbers, or names of classes, which are numbered) travels with each batch; a column ``start_frame`` fixes where
-            the clip of that row starts.
+        videos: a file, folder, pattern (globs, ``{000..009}``), table (.csv, .jsonl or .parquet with a column ``path``),
+            WebDataset shard (.tar, uncompressed) or URL of these (``s3://``, ``https://`` …), a mapping with ``path`` and
+            further columns, a dataset of torch or of Hugging Face that yields such, or a list of these. The bytes of a video,
+            or a binary file that holds them, may stand in the place of a path. A column ``label`` (numbers, or names of
+            classes, which are numbered) travels with each batch; a column ``start_frame`` fixes where the clip of that row
+            starts.
         clip: which frames make a clip; a :class:`ClipConfig` or a dict of its fields.
         transform: from the crop to the layout; the name of a preset, a :class:`TransformConfig` or a dict of its fields.
         batch: clips in a batch, or a :class:`BatchConfig` or a dict of its fields.
@@ -86,7 +90,7 @@ class VideoLoader:
         config: a whole :class:`LoaderConfig`, a dict of its fields, or a YAML file of them. The other arguments override it: a
             dict for a stage changes the fields that it names, a preset those that ``config`` left as its own preset or the
             defaults have them, a model takes the whole stage's place.
-        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``source``, ``shuffle``,
+        fields: further fields of :class:`LoaderConfig`: ``decode``, ``jitter``, ``cache``, ``remote``, ``source``, ``shuffle``,
             ``columns``, ``on_bad_file``, ``rank`` and ``world_size`` (by default those of torch.distributed or of the
             environment).
 
@@ -119,6 +123,7 @@ class VideoLoader:
         rank, world_size = place(settings)
         self.config = settings.model_copy(update={"rank": rank, "world_size": world_size})
         self.device = resolve_device(self.config.device)
+        remote.use(**self.config.remote.model_dump(exclude_none=True))
         looks = self.config.batch.buckets is not None or self.config.source.filter != FilterConfig()
         processes = max(1, cpu_quota() // local_ranks(self.device)) if looks else 1
         listing = list_videos(videos, self.config, processes)
@@ -154,7 +159,7 @@ class VideoLoader:
             telemetry=self._telemetry,
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
-            spill=listing.spill,
+            read_ahead=far_ahead(self.config.cache, entries),
             sizes=_sizes(self.config, self.device),
             digest=states.digest([entry.path for entry in entries], listing.mixture),
         )

@@ -30,7 +30,7 @@ from gpupipe.data.scan.store import make
 from gpupipe.data.source.arrays import filled
 from gpupipe.data.stages import IDLE, INDEX_WAIT, RUNNING, Consumer, count_bytes
 from gpupipe.data.starving import starved
-from gpupipe.data.stop import Stopped
+from gpupipe.data.stop import Stopped, stoppable
 from gpupipe.data.tasks import batch_bytes, further_batches, most_bytes, tasks, visits_per_batch
 from gpupipe.data.transform.custom import Call, CallFailed
 from gpupipe.data.visit import Skipped, Task, Visit, all_skipped
@@ -140,7 +140,7 @@ class Pipeline:
             job.file_of,
             job.files,
             lambda prepared: job.kept(prepared) is None,
-            job.config.cache.read_ahead,
+            job.read_ahead,
             job.config.transform.crops,
         )
         _running.add(self)
@@ -251,7 +251,12 @@ class Pipeline:
         return self._stopping
 
     def _work(self, worker: Worker[DecodeEngine, Work]) -> None:
-        """A thread's life: take the next clips, make them, and complete the batch if it was the last one."""
+        """A thread's life; what it waits for meanwhile ends with the pipeline."""
+        with stoppable(self._give_up):
+            self._make_clips(worker)
+
+    def _make_clips(self, worker: Worker[DecodeEngine, Work]) -> None:
+        """Takes the next clips, makes them, and completes the batch if it was the last one; again and again."""
         engine, job = worker.engine, self._job
         # Without NVDEC all engines stand in one line, whatever it is called.
         kind: Decoder = "nvdec" if worker.line < len(job.engines) else "cpu"

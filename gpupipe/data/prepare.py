@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from gpupipe.config import ClipConfig
+from gpupipe.config import CacheConfig, ClipConfig
 from gpupipe.data import index as indices
+from gpupipe.data.bytes import look_ahead, open_file
+from gpupipe.data.bytes.name import is_remote
 from gpupipe.data.decode.feed import ranges
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.index import VideoIndex
@@ -16,13 +18,23 @@ from gpupipe.data.order import FRAMES, clip_generator
 from gpupipe.data.plan import Plan, make_plan
 from gpupipe.data.sample import pick_frames
 from gpupipe.data.source.columns import start_frame
+from gpupipe.data.stop import Stopped, stoppable
 from gpupipe.errors import GpupipeError
 from gpupipe.types import ClipRequest, Entry, FramePick
 
 _MOST_BYTES = 32 << 20
 """Asked for ahead of one visit, at most; the kernel reads on by itself where a file is read from front to back."""
+_FAR_AHEAD = 32
+"""Visits that a store far away is asked for before their turn: without that each thread would wait for its own requests."""
 _PATIENCE_SECONDS = 5.0
 """How long the end of an epoch waits for a thread that may hang in a disk's answer."""
+
+
+def far_ahead(config: CacheConfig, entries: Iterable[Entry]) -> int:
+    """Visits whose bytes are asked for before their turn, by ``config.read_ahead``."""
+    if config.read_ahead != "auto":
+        return config.read_ahead
+    return _FAR_AHEAD if any(is_remote(entry.path) for entry in entries) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +62,8 @@ def prepare(clip: ClipConfig, request: ClipRequest, entry: Entry, index: VideoIn
 
 
 class ReadAhead:
-    """A thread that prepares visits ahead of their turn and tells the kernel which bytes they will read.
+    """A thread that prepares visits ahead of their turn and asks for the bytes that they will read: the kernel, or a
+    store far away.
 
     The work is not done twice: what was prepared is left for the visit. A visit whose turn comes first, or whose index is not
     at hand, is left alone. Nothing waits for this thread, which may hang as long as a disk does.
@@ -90,6 +103,8 @@ class ReadAhead:
         self._changed = threading.Condition()
         self._begun = 0
         self._next = 0
+        self._looked = 0
+        """Visits up to here have been asked for in stores far away."""
         self._stopping = False
         self._prepared: dict[ClipRequest, Prepared] = {}
         self._thread = threading.Thread(target=self._work, name="gpupipe-readahead", daemon=True)
@@ -131,8 +146,12 @@ class ReadAhead:
         self._prepared.clear()
 
     def _work(self) -> None:
+        with stoppable(lambda: self._stopping):
+            self._prepare_all()
+
+    def _prepare_all(self) -> None:
         while (request := self._take_next()) is not None:
-            with suppress(GpupipeError):  # found again, and told, when its turn comes
+            with suppress(GpupipeError, Stopped):  # found again, and told, when its turn comes
                 prepared = self._prepare(request)
                 if prepared is not None:
                     self._leave(request, prepared)
@@ -148,12 +167,21 @@ class ReadAhead:
             if self._stopping or self._next >= len(self._requests):
                 return None
             self._next += 1
-            return self._requests[self._next - 1]
+            looked, self._looked = max(self._looked, self._next), self._next + self._room
+        for request in self._requests[looked : self._looked]:
+            look_ahead(self._file_of(self._entry_of(request)))
+        return self._requests[self._next - 1]
 
     def _prepare(self, request: ClipRequest) -> Prepared | None:
         entry = self._entry_of(request)
-        index = indices.at_hand(self._file_of(entry))
-        return prepare(self._clip_of(request), request, entry, index, self._crops) if index is not None else None
+        path = self._file_of(entry)
+        index = indices.at_hand(path)
+        if index is not None:
+            return prepare(self._clip_of(request), request, entry, index, self._crops)
+        if look_ahead(path):  # whoever makes its index will read all of it
+            with open_file(path) as file:
+                file.will_need([(0, _MOST_BYTES)])
+        return None
 
     def _leave(self, request: ClipRequest, prepared: Prepared) -> None:
         with self._changed:

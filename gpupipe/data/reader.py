@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self, SupportsIndex, get_args
+from typing import IO, NamedTuple, Self, SupportsIndex, get_args
 
 import torch
 
 from gpupipe.config import PathLike
 from gpupipe.data import index as indices
+from gpupipe.data.bytes import held
 from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
 from gpupipe.data.limit import within_limit
 from gpupipe.data.plan import Plan, make_plan
@@ -42,7 +43,7 @@ class VideoReader:
     Threads may share a reader; they read one after the other. A copy, or one out of a pickle, opens the file anew.
 
     Args:
-        path: the video.
+        path: the video: a path, a URL, ``SHARD.tar::MEMBER``, or its bytes, or a binary file that holds them.
         device: ``auto``, ``cpu``, ``cuda`` or ``cuda:N``: where the results lie.
         decoder: ``auto``: NVDEC for what it decodes to the same bits, else the CPU; or one of ``nvdec``, ``dali`` and ``cpu``.
 
@@ -54,17 +55,23 @@ class VideoReader:
     @within_limit("a VideoReader cannot be made")
     def __init__(
         self,
-        path: PathLike,
+        path: PathLike | bytes | IO[bytes],
         *,
         device: str | torch.device = "auto",
         decoder: Mode = "auto",
     ) -> None:
         if decoder not in get_args(Mode):
             raise ConfigError(f"decoder={decoder!r} is not a decoder", fix="use 'auto', 'nvdec', 'dali' or 'cpu'")
-        if not isinstance(path, str | os.PathLike):
-            raise ConfigError(f"path={path!r} is not a path", fix="name one video file")
+        self._held: held.Held | None = None
+        if isinstance(path, str | os.PathLike):
+            name = os.fspath(path)
+        elif held.holds_bytes(path):
+            self._held = held.hold(path)
+            name = self._held.name
+        else:
+            raise ConfigError(f"path={path!r} is not a path", fix="name one video file, or give its bytes")
         self.device = resolve_device(str(device))
-        self._index = indices.load(os.fspath(path))
+        self._index = indices.load(name)
         if self.device.type == "cuda":
             load("cupy")
         self._telemetry = Telemetry()
@@ -241,7 +248,8 @@ class VideoReader:
 
     def __reduce__(self) -> tuple[Callable[[], Self], tuple[()]]:
         """As for a worker process that is spawned: what comes out of a pickle opens the file anew."""
-        return partial(type(self), self._index.identity.path, device=self.device, decoder=self._decoder), ()
+        path = self._index.identity.path if self._held is None else self._held.fetch()
+        return partial(type(self), path, device=self.device, decoder=self._decoder), ()
 
     def __repr__(self) -> str:
         info = self.info

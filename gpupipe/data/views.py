@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
@@ -14,6 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_in
 from gpupipe.config import LoaderConfig
 from gpupipe.config.stage import whole_number
 from gpupipe.data import index as indices
+from gpupipe.data.bytes import settings as remote
+from gpupipe.data.bytes.name import of_entry
 from gpupipe.data.makers import Makers
 from gpupipe.data.prepare import prepare
 from gpupipe.data.shape import Shape
@@ -126,7 +127,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
         entry = filled(self._entries[video], self._kinds, self._folder)
         shape = self._shapes[video] if self._shapes is not None else None
         request = ClipRequest(self._config.seed, self._epoch, video, video, shape=shape)
-        index = indices.load(os.path.join(self._folder, entry.file or entry.path))
+        index = indices.load(of_entry(entry, self._folder))
         pick = prepare(self._makers.clip(shape), request, entry, index, self._config.transform.crops).picks[clip]
         which, transform = Which(request, clip, pick), self._makers.transform(shape)
         draw = drawn(transform, which, index)
@@ -156,6 +157,11 @@ class ClipDataset(Dataset[dict[str, Any]]):
     def __getstate__(self) -> dict[str, Any]:
         """Without what each process makes for itself."""
         return {name: value for name, value in self.__dict__.items() if name not in ("_makers", "_custom")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """In another process, which knows nothing of how stores far away are to be asked."""
+        self.__dict__.update(state)
+        remote.use(**self._config.remote.model_dump(exclude_none=True))
 
 
 class BatchStream(IterableDataset[Batch]):

@@ -7,8 +7,9 @@ import os
 import tempfile
 from pathlib import Path
 
-INDICES, LAUNCHES = "index", "autotune"
+INDICES, SHARDS, REMOTE, LAUNCHES = "index", "shards", "remote", "autotune"
 """Kinds of files, each in a folder of its own."""
+KINDS = (INDICES, SHARDS, REMOTE, LAUNCHES)
 
 
 def cache_dir() -> Path:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-from gpupipe.data.bytes import LocalFile
+from gpupipe.data.bytes import VideoFile
 from gpupipe.data.files import UNKEPT, OpenFiles
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Pass, Plan
@@ -85,7 +85,7 @@ class PacketFeed:
         self._files = files
         self._scratch = scratch or Scratch()
         self._open = ExitStack()
-        self._file: LocalFile | None = None
+        self._file: VideoFile | None = None
         if index.mapped:
             path = index.identity.path
             with files.reading():
@@ -103,7 +103,7 @@ class PacketFeed:
         """
         return self._from_file(self._file, run) if self._file is not None else self._demuxed(run)
 
-    def _from_file(self, file: LocalFile, run: Pass) -> Iterator[tuple[int, bytes | memoryview]]:
+    def _from_file(self, file: VideoFile, run: Pass) -> Iterator[tuple[int, bytes | memoryview]]:
         for window in _windows(self._index, run):
             memory = self._scratch.room(window.high - window.low)
             with self._files.reading(len(memory)):

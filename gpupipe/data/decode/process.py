@@ -12,11 +12,11 @@ import mmap
 import os
 import tempfile
 import time
-from dataclasses import asdict
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from gpupipe.data.bytes import held
 from gpupipe.data.child import Child, ChildEnded
 from gpupipe.data.limit import most_open
 from gpupipe.data.plan import Plan
@@ -107,16 +107,19 @@ class DecodeProcess:
         import torch
 
         path = index.identity.path
-        request = {"identity": asdict(index.identity), "frames": plan.frames}
-        try:
-            answer, file = self._ask(request, stop)
-        except ChildEnded:
-            try:  # somebody may have ended it: that is no fault of the file's, unless it happens again
+        request: dict[str, Any] = {"identity": index.identity.as_dict(), "frames": plan.frames}
+        with held.shared(path) as request["at"]:
+            try:
                 answer, file = self._ask(request, stop)
-            except ChildEnded as error:
-                raise DecodeError(
-                    f"{path}: the process that decoded it ended, twice", fix="is the file damaged, or memory short?", path=path
-                ) from error
+            except ChildEnded:
+                try:  # somebody may have ended it: that is no fault of the file's, unless it happens again
+                    answer, file = self._ask(request, stop)
+                except ChildEnded as error:
+                    raise DecodeError(
+                        f"{path}: the process that decoded it ended, twice",
+                        fix="is the file damaged, or memory short?",
+                        path=path,
+                    ) from error
         told = json.loads(answer)
         if "error" in told:
             kind = _ERRORS.get(told["error"], DecodeError)

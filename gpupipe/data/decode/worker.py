@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from gpupipe.data import index as indices
-from gpupipe.data.bytes import Identity
+from gpupipe.data.bytes import Identity, held
 from gpupipe.data.child import serve
 from gpupipe.data.decode.cpu import decode_arrays
 from gpupipe.data.limit import within_limit
@@ -52,7 +52,7 @@ def _answer(request: dict[str, Any], shared: _Shared) -> Sequence[bytes]:
     identity = Identity(**request["identity"])
     try:
         damaged: list[int] = []
-        with within_limit(f"{identity.path} cannot be decoded"):
+        with within_limit(f"{identity.path} cannot be decoded"), held.lent(identity.path, request["at"]):
             index = indices.load(identity.path)
             if index.identity != identity:
                 raise OpenError(

@@ -13,7 +13,7 @@ from functools import partial
 from gpupipe.data import index as indices
 from gpupipe.data.scan.store import make
 from gpupipe.data.scan.worker import ScanProcess
-from gpupipe.data.stop import Stopped
+from gpupipe.data.stop import Stopped, stoppable
 from gpupipe.errors import GpupipeError
 
 _AHEAD = 256
@@ -100,7 +100,7 @@ class IndexAhead:
     def _pass_known(self) -> int | None:
         """Goes through the videos whose indices are there already; the place of the first one that is new, or None."""
         while (place := self._next()) is not None:
-            with suppress(GpupipeError):
+            with suppress(GpupipeError, Stopped):
                 if indices.known(self._paths[place]):
                     self._tell([place])
                     continue
@@ -143,6 +143,10 @@ class IndexAhead:
             self._changed.notify_all()
 
     def _work(self, process: ScanProcess, is_first: bool) -> None:
+        with stoppable(lambda: self._stopping):
+            self._index(process, is_first)
+
+    def _index(self, process: ScanProcess, is_first: bool) -> None:
         try:
             if is_first:
                 place = self._pass_known()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, suppress
 
 from gpupipe.data import index as indices
+from gpupipe.data.bytes.name import of_entry, working_folder
 from gpupipe.data.index.model import VideoIndex
 from gpupipe.data.scan.worker import ScanProcess
+from gpupipe.data.stop import stoppable
 from gpupipe.errors import GpupipeError
 from gpupipe.types import Entry
 
@@ -28,12 +29,13 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
     """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
+    leaving = threading.Event()
     unique = list(dict.fromkeys(paths))
     for path in unique:
         waiting.put(path)
     workers = [ScanProcess() for _ in range(min(processes, len(unique)))]
     threads = [
-        threading.Thread(target=_work, args=(worker, waiting, done), name=f"gpupipe-index-{number}", daemon=True)
+        threading.Thread(target=_work, args=(worker, waiting, done, leaving), name=f"gpupipe-index-{number}", daemon=True)
         for number, worker in enumerate(workers)
     ]
     try:
@@ -45,6 +47,7 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
                 raise outcome
             yield outcome
     finally:
+        leaving.set()
         with suppress(queue.Empty):
             while True:
                 waiting.get_nowait()
@@ -62,36 +65,49 @@ def survey(entries: Iterable[Entry], processes: int, share: tuple[int, int] = (0
         share: (rank, ranks) of these: each begins at another video, so that of indices that are missing each finds most made
             by others.
     """
-    at = {entry.path: entry.file or entry.path for entry in entries}
+    folder = working_folder()
+    at = {entry.path: of_entry(entry, folder) for entry in entries}
     unique = list(at)
     turn = len(unique) * share[0] // share[1]
-    folder = os.getcwd() if not all(map(os.path.isabs, unique)) else ""
-    files = {os.path.join(folder, at[path]): path for path in unique[turn:] + unique[:turn]}
+    files: dict[str, list[str]] = {}
+    for path in unique[turn:] + unique[:turn]:
+        files.setdefault(at[path], []).append(path)
     with closing(fill(list(files), processes)) as outcomes:
         for file, outcome in outcomes:
-            yield files[file], outcome
+            for path in files[file]:
+                yield path, outcome
 
 
 def _work(
-    process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+    process: ScanProcess,
+    waiting: queue.SimpleQueue[str],
+    done: queue.SimpleQueue[tuple[str, Outcome] | BaseException],
+    leaving: threading.Event,
 ) -> None:
     try:
-        while True:
-            try:
-                path = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                if not indices.known(path):
-                    process.start()
-                    try:
-                        indices.load(path, process.make)
-                    except GpupipeError:  # says that the process could not: find out here why
-                        indices.load(path)
-                done.put((path, indices.load(path)))
-            except GpupipeError as error:
-                done.put((path, error))
+        with stoppable(leaving.is_set):
+            _work_on(process, waiting, done)
     except BaseException as error:  # crosses to the caller, who raises it
         done.put(error)
     finally:
         process.close()
+
+
+def _work_on(
+    process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+) -> None:
+    while True:
+        try:
+            path = waiting.get_nowait()
+        except queue.Empty:
+            return
+        try:
+            if not indices.known(path):
+                process.start()
+                try:
+                    indices.load(path, process.make)
+                except GpupipeError:  # says that the process could not: find out here why
+                    indices.load(path)
+            done.put((path, indices.load(path)))
+        except GpupipeError as error:
+            done.put((path, error))

@@ -7,7 +7,7 @@ import json
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from typing import Any, Self
@@ -76,7 +76,7 @@ class VideoIndex:
         at = len(MAGIC) + 4
         end = at + int.from_bytes(body[len(MAGIC) : at], "little")
         header = json.loads(bytes(body[at:end]))
-        if header["identity"] != asdict(identity):
+        if header["identity"] != identity.as_dict():
             return None
         arrays: dict[str, Any] = {}
         for name, (dtype, count) in header["arrays"].items():

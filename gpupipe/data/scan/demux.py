@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
-from gpupipe.data.bytes import LocalFile
+from gpupipe.data.bytes import ByteStream, for_ffmpeg, open_file
 from gpupipe.data.limit import no_more_files, too_many
 from gpupipe.errors import OpenError
 
 _WITHOUT_PICTURES = {"skip_frame": "all"}
 """Keeps FFmpeg from decoding pictures while it opens a file, which at 1080p takes ten times as long as the rest."""
+
+_BUFFER_BYTES = 256 << 10
+"""Of one read through Python, where FFmpeg cannot open a video by its name."""
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -27,9 +30,11 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
     """
     import av
 
+    source = for_ffmpeg(path)
     try:
-        container = av.open(path, options=_WITHOUT_PICTURES if _tells_all(path) else {})
+        container = av.open(source, "r", options=_WITHOUT_PICTURES if _tells_all(path) else {}, buffer_size=_BUFFER_BYTES)
     except (av.error.FFmpegError, OSError, ValueError) as error:
+        _raise_failure(source)
         if too_many(error):
             raise no_more_files(f"cannot open {path}", path) from error
         reason = getattr(error, "strerror", None) or error
@@ -44,9 +49,20 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
     return container, stream
 
 
+def _source(container: InputContainer) -> object:
+    """What the container is read from, where that is no name."""
+    return getattr(getattr(container, "file", None), "file", None)
+
+
+def _raise_failure(source: object) -> None:
+    """FFmpeg takes a read that failed for the file's end, or for damage: says what it was."""
+    if isinstance(source, ByteStream) and source.failure is not None:
+        raise source.failure
+
+
 def _tells_all(path: str) -> bool:
     """True for MP4 and its kin, whose header has all that a look at the pictures could add but the pixel format."""
-    with LocalFile(path) as file:
+    with open_file(path) as file:
         return file.read(4, 4) == b"ftyp"
 
 
@@ -68,10 +84,12 @@ def whole_packets(container: InputContainer, stream: VideoStream, faults: list[s
                 elif packet.size:
                     found = True
                     yield packet
+            _raise_failure(_source(container))
             return
         except IndexError:  # a packet of a stream that the header does not have, which PyAV cannot name: read on behind it
             continue
         except av.error.FFmpegError as error:
+            _raise_failure(_source(container))
             if not found:
                 raise
             faults.append(str(error.strerror))

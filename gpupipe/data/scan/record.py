@@ -12,7 +12,6 @@ import sys
 import zlib
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
 
@@ -52,7 +51,7 @@ def record(found: Scan) -> bytes:
         "display": _integers(display),
     }
     header = {
-        "identity": asdict(found.identity),
+        "identity": found.identity.as_dict(),
         "info": _info(found, [pts[packet] * tick for packet in display]) | {"whole_start": whole},
         "stream": found.stream,
         "extradata": base64.b64encode(found.extradata).decode(),

@@ -13,7 +13,7 @@ from fractions import Fraction
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
-from gpupipe.data.bytes import Identity, LocalFile
+from gpupipe.data.bytes import Identity, VideoFile, open_file
 from gpupipe.data.scan.bitstream.nal import nal_length_size, parameter_sets
 from gpupipe.data.scan.bitstream.reference import Picture, opening, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
@@ -175,7 +175,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
     in_force = [(0, sets.in_force())]
     leading = _LeadingPictures()
     first: Any = None
-    with LocalFile(identity.path) as file:
+    with open_file(identity.path) as file:
         window = _Window(file)
         for packet in whole_packets(container, stream, faults):
             if stop():
@@ -348,7 +348,7 @@ def _colour(context: Any, sample_format: Any) -> tuple[str | None, str | None]:
 class _Window:
     """A moving piece of a file to compare packets with: one read serves many of them."""
 
-    def __init__(self, file: LocalFile) -> None:
+    def __init__(self, file: VideoFile) -> None:
         self._file = file
         self._start = 0
         self._bytes = b""

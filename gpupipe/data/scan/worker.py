@@ -7,10 +7,9 @@ demux. So videos that are met while an epoch runs are scanned here.
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from typing import Any
 
-from gpupipe.data.bytes import Identity
+from gpupipe.data.bytes import Identity, held
 from gpupipe.data.child import Child, ChildEnded, serve
 from gpupipe.data.scan.store import make
 from gpupipe.data.stop import Stopped
@@ -36,7 +35,9 @@ class ScanProcess(Child):
         """
         begin = time.monotonic()
         try:
-            record, not_stored = self.ask(asdict(identity), lambda: self._ended or time.monotonic() - begin > _LIMIT_SECONDS)
+            with held.shared(identity.path) as at:
+                request = {"identity": identity.as_dict(), "at": at}
+                record, not_stored = self.ask(request, lambda: self._ended or time.monotonic() - begin > _LIMIT_SECONDS)
         except (ChildEnded, Stopped) as error:
             self.end()
             raise OpenError(f"the scanning process ended while it read {identity.path}", path=identity.path) from error
@@ -47,7 +48,9 @@ class ScanProcess(Child):
 
 def _answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
     try:
-        record, not_stored = make(Identity(**request))
+        identity = Identity(**request["identity"])
+        with held.lent(identity.path, request["at"]):
+            record, not_stored = make(identity)
     except GpupipeError:
         return b"", b""
     return record, not_stored.encode(errors="replace")

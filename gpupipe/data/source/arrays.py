@@ -10,6 +10,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from gpupipe.data.bytes import open_stream
+from gpupipe.data.bytes.name import join
 from gpupipe.errors import OpenError, SourceError
 from gpupipe.types import Entry
 
@@ -134,10 +136,10 @@ def files_of(entries: list[Entry], name: str) -> Arrays:
     reason = ""
     for path in paths[:_TRIED]:
         try:
-            with open(path, "rb") as file:
+            with open_stream(path) as file:
                 shape, dtype, _ = _header(file)
                 return Arrays(dtype.name, shape, file=True)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, OpenError) as error:
             reason = reason or f"{path}: {error}"
     raise SourceError(f"none of the first files of column {name!r} can be read; {reason}", fix="write them by numpy.save")
 
@@ -157,9 +159,15 @@ def _header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any], np.dtype[An
     travels = _travels_as(dtype)
     if travels is None:
         raise ValueError(f"it holds {dtype}, not real numbers")
-    if math.prod(shape) * dtype.itemsize > os.fstat(file.fileno()).st_size:  # before memory is asked for
+    if math.prod(shape) * dtype.itemsize > _size(file):  # before memory is asked for
         raise ValueError(f"it is too short for the shape {shape} that it names")
     return shape, travels, dtype
+
+
+def _size(file: BinaryIO) -> int:
+    here, end = file.tell(), file.seek(0, os.SEEK_END)
+    file.seek(here)
+    return end
 
 
 def filled(entry: Entry, kinds: Mapping[str, Any], folder: str) -> Entry:
@@ -174,13 +182,13 @@ def filled(entry: Entry, kinds: Mapping[str, Any], folder: str) -> Entry:
     names = [name for name, kind in kinds.items() if isinstance(kind, Arrays) and kind.file]
     if not names:
         return entry
-    made = {name: _load(os.path.join(folder, os.fspath(entry.columns[name])), name, kinds[name]) for name in names}
+    made = {name: _load(join(folder, os.fspath(entry.columns[name])), name, kinds[name]) for name in names}
     return replace(entry, columns={**entry.columns, **made})
 
 
 def _load(path: str, name: str, kind: Arrays) -> np.ndarray:
     try:
-        with open(path, "rb") as file:
+        with open_stream(path) as file:
             shape, _, dtype = _header(file)
             if shape != kind.shape:
                 raise ValueError(f"its shape is {shape}, that of the first file {kind.shape}")
@@ -189,5 +197,5 @@ def _load(path: str, name: str, kind: Arrays) -> np.ndarray:
             file.seek(0)
             array: np.ndarray = np.load(file, allow_pickle=False)
             return array.astype(kind.dtype, copy=False)
-    except (OSError, ValueError, EOFError) as error:
+    except (OSError, ValueError, EOFError, OpenError) as error:
         raise OpenError(f"{path}, named by column {name!r}, cannot be used: {error}", path=path) from error

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from gpupipe.data.bytes import open_stream
 from gpupipe.device.inventory import load
 from gpupipe.errors import SourceError
+from gpupipe.telemetry import log
 
 PARQUET = (".parquet", ".pq")
 _ROWS, _ROWS_OF_BYTES = 65_536, 8
 """Rows that are read at a time: of paths, and of what may be videos in memory."""
+_LARGE_BYTES = 256 << 20
+"""Of a row group of videos, from which on its size is worth a word."""
 
 
-def parquet_rows(path: str, needed: Sequence[str], further: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows of a Parquet table, with some of its columns; the others are not read from the disk.
+def parquet_rows(
+    path: str, needed: Sequence[str], further: Sequence[str]
+) -> Iterator[tuple[dict[str, Any], Callable[[], Any] | None]]:
+    """The rows of a Parquet table, with some of its columns; the others are not read from the disk. With each row, where its
+    first column may hold bytes, what reads that place again.
 
     Args:
         needed: columns that the table must have, the path's first.
@@ -25,17 +34,59 @@ def parquet_rows(path: str, needed: Sequence[str], further: Sequence[str]) -> It
 
     Raises:
         SourceError: when the file is no such table, or lacks a column.
+        OpenError: when it lies in a store that cannot be read.
         DeviceError: when pyarrow is not installed.
     """
+    with _opened(path) as file:
+        names = chosen(path, file.schema_arrow.names, needed, further)
+        if not _may_be_bytes(file.schema_arrow.field(names[0]).type):
+            for batch in file.iter_batches(_ROWS, columns=names):
+                yield from ((row, None) for row in batch_rows(batch, names))
+            return
+        for group in range(file.num_row_groups):
+            _tell_of_large(path, file, group)
+            place = 0
+            for batch in file.iter_batches(_ROWS_OF_BYTES, row_groups=[group], columns=names):
+                for row in batch_rows(batch, names):
+                    yield row, partial(_value, path, names[0], group, place)
+                    place += 1
+
+
+@contextmanager
+def _opened(path: str) -> Iterator[Any]:
+    """A Parquet file, wherever it lies."""
     parquet, arrow = load("pyarrow.parquet"), load("pyarrow")
     try:
-        with parquet.ParquetFile(path) as file:
-            names = chosen(path, file.schema_arrow.names, needed, further)
-            rows = _ROWS_OF_BYTES if _may_be_bytes(file.schema_arrow.field(names[0]).type) else _ROWS
-            for batch in file.iter_batches(rows, columns=names):
-                yield from batch_rows(batch, names)
+        with open_stream(path) as stream, parquet.ParquetFile(stream) as file:
+            yield file
     except (OSError, UnicodeDecodeError, arrow.lib.ArrowException) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a Parquet file, written to its end") from error
+
+
+def _tell_of_large(path: str, file: Any, group: int) -> None:
+    """A video is read again from the begin of its row group on."""
+    size, rows = file.metadata.row_group(group).total_byte_size, file.metadata.row_group(group).num_rows
+    if group == 0 and rows > 1 and size > _LARGE_BYTES:
+        log.warning(
+            "%s has %d videos in a row group, %d MiB: each visit to one reads up to it. Write groups of few rows, or files",
+            path,
+            rows,
+            size >> 20,
+        )
+
+
+def _value(path: str, column: str, group: int, place: int) -> Any:
+    """What stands in one place of a table.
+
+    Raises:
+        As :func:`parquet_rows`, or IndexError when there is no such row any more.
+    """
+    with _opened(path) as file:
+        for batch in file.iter_batches(_ROWS_OF_BYTES, row_groups=[group], columns=[column]):
+            if place < batch.num_rows:
+                return next(batch_rows(batch.slice(place, 1), [column]))[column]
+            place -= batch.num_rows
+    raise IndexError(f"{path} has no such row any more")
 
 
 def _may_be_bytes(kind: Any) -> bool:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from gpupipe.config import SourceConfig
+from gpupipe.data.bytes import held
 from gpupipe.data.source.arrow import batch_rows, chosen
 from gpupipe.data.source.columns import START_COLUMN
-from gpupipe.data.source.spill import Spill
 from gpupipe.data.source.tables import row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
@@ -32,23 +33,25 @@ def is_dataset(value: Any) -> bool:
     if data is not None and isinstance(value, data.Dataset):
         return not isinstance(value, data.IterableDataset)
     kind = type(value)
-    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and not hasattr(kind, "__iter__")
+    numbered = hasattr(kind, "__getitem__") and hasattr(kind, "__len__")
+    return numbered and not hasattr(kind, "__iter__") and not hasattr(kind, "read")
 
 
-def dataset_entries(dataset: Any, config: SourceConfig, columns: Sequence[str], spill: Spill | None) -> list[Entry]:
-    """The entries of a dataset.
+def dataset_entries(dataset: Any, config: SourceConfig, columns: Sequence[str]) -> list[Entry]:
+    """The entries of a dataset. Items that are bytes are not kept: it is asked for them again, by one thread at a time.
 
     Raises:
         SourceError: when an item names no video, or cannot be had.
         DeviceError: when pyarrow, which Hugging Face's datasets are made of, cannot be used.
     """
     if _hugging_face(dataset):
-        return list(_hugging_face_entries(dataset, config, columns, spill))
+        return list(_hugging_face_entries(dataset, config, columns))
     name = type(dataset).__name__
     rows = _frame_rows(dataset)
     if rows is not None:
-        return [row_entry(row, config, "", f"{name} row {number}", spill) for number, row in enumerate(rows())]
-    return [_entry(_item(dataset, number, name), config, f"{name}[{number}]", spill) for number in range(len(dataset))]
+        return [row_entry(row, config, "", f"{name} row {number}") for number, row in enumerate(rows())]
+    items = _Items(dataset, name, config)
+    return [items.entry(number) for number in range(len(dataset))]
 
 
 def _frame_rows(value: Any) -> Callable[[], list[dict[str, Any]]] | None:
@@ -61,27 +64,74 @@ def _frame_rows(value: Any) -> Callable[[], list[dict[str, Any]]] | None:
     return partial(value.to_dict, "records") if hasattr(value, "to_dict") else None
 
 
-def _item(dataset: Any, number: int, name: str) -> Any:
-    try:
-        return dataset[number]
-    except Exception as error:
-        raise SourceError(
-            f"{name}[{number}] raised {type(error).__name__}: {error}", fix="give a dataset that has an item for each number"
-        ) from error
+class _Asked:
+    """A dataset of which threads ask for one item at a time: it need not be safe for several of them."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self._lock, self._owner = threading.Lock(), os.getpid()
+
+    def ask(self, number: int) -> Any:
+        if self._owner != os.getpid():  # in a forked child the lock may be one that nobody gives back
+            self._lock, self._owner = threading.Lock(), os.getpid()
+        with self._lock:
+            return self.dataset[number]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dataset,)
 
 
-def _entry(item: Any, config: SourceConfig, where: str, spill: Spill | None) -> Entry:
-    """One item of a map-style dataset: a path, bytes, (path, label), or a mapping of columns."""
-    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str | bytes | os.PathLike):
-        item = {config.path_column: item[0], config.label_column: item[1]}
-    elif isinstance(item, str | bytes | os.PathLike):
-        item = {config.path_column: item}
-    if not isinstance(item, Mapping):
-        raise SourceError(
-            f"{where} is a {type(item).__name__}, which names no video",
-            fix="give a path, (path, label), or a mapping with a path: gpupipe decodes by itself",
-        )
-    return row_entry(item, config, "", where, spill)
+class _Items(_Asked):
+    """A map-style dataset, whose items are paths, bytes, (path, label), or mappings of columns."""
+
+    def __init__(self, dataset: Any, name: str, config: SourceConfig) -> None:
+        super().__init__(dataset)
+        self._name = name
+        self._config = config
+
+    def entry(self, number: int) -> Entry:
+        try:
+            item = self.ask(number)
+        except Exception as error:
+            raise SourceError(
+                f"{self._name}[{number}] raised {type(error).__name__}: {error}",
+                fix="give a dataset that has an item for each number",
+            ) from error
+        row = self._row(item)
+        where = f"{self._name}[{number}]"
+        if row is None:
+            raise SourceError(
+                f"{where} is a {type(item).__name__}, which names no video",
+                fix="give a path, (path, label), or a mapping with a path: gpupipe decodes by itself",
+            )
+        return row_entry(row, self._config, "", where, partial(self.video, number))
+
+    def video(self, number: int) -> Any:
+        """What stands in the path's place of an item."""
+        return (self._row(self.ask(number)) or {}).get(self._config.path_column)
+
+    def _row(self, item: Any) -> Mapping[str, Any] | None:
+        if isinstance(item, tuple) and len(item) == 2 and _is_video(item[0]):
+            return {self._config.path_column: item[0], self._config.label_column: item[1]}
+        if _is_video(item):
+            return {self._config.path_column: item}
+        return item if isinstance(item, Mapping) else None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.dataset, self._name, self._config)
+
+
+def _is_video(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) or held.holds_bytes(value)
+
+
+class _Arrow(_Asked):
+    """Rows of Arrow's, of which one column is asked for."""
+
+    def video(self, column: str, number: int) -> Any:
+        """What stands in a column, as it is stored."""
+        (batch,) = self.ask(number).select([column]).combine_chunks().to_batches()
+        return next(batch_rows(batch, [column]))[column]
 
 
 def _hugging_face(value: Any) -> bool:
@@ -90,7 +140,7 @@ def _hugging_face(value: Any) -> bool:
     return package is not None and isinstance(value, tuple(getattr(package, kind) for kind in kinds if hasattr(package, kind)))
 
 
-def _hugging_face_entries(dataset: Any, config: SourceConfig, columns: Sequence[str], spill: Spill | None) -> Iterator[Entry]:
+def _hugging_face_entries(dataset: Any, config: SourceConfig, columns: Sequence[str]) -> Iterator[Entry]:
     """Reads Arrow's columns as they are stored: the path, or the bytes, of a video column, and what else is asked for."""
     package = sys.modules["datasets"]
     if isinstance(dataset, Mapping):
@@ -107,9 +157,12 @@ def _hugging_face_entries(dataset: Any, config: SourceConfig, columns: Sequence[
     further = (config.label_column, "label", START_COLUMN)
     names = chosen("the dataset", dataset.column_names, (path_column, *columns, *config.npy_columns), further)
     rows = _ROWS_OF_BYTES if path_column in videos else _ROWS
-    number = 0
-    for table in dataset.select_columns(names).with_format("arrow").iter(rows):
+    stored, number = dataset.select_columns(names).with_format("arrow"), 0
+    again = _Arrow(dataset.select_columns([path_column]).with_format("arrow"))
+    for table in stored.iter(rows):
         for batch in table.combine_chunks().to_batches():
             for row in batch_rows(batch, names):
-                yield row_entry({config.path_column: row.pop(path_column), **row}, config, "", f"dataset row {number}", spill)
+                value = row.pop(path_column)
+                ask = partial(again.video, path_column, number)
+                yield row_entry({config.path_column: value, **row}, config, "", f"dataset row {number}", ask)
                 number += 1

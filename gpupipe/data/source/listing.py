@@ -12,7 +12,6 @@ from gpupipe.data.source.arrays import with_arrays
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
 from gpupipe.data.source.columns import Kind, column_kinds, start_frame
 from gpupipe.data.source.filter import left_out
-from gpupipe.data.source.spill import Spill
 from gpupipe.errors import ConfigError
 from gpupipe.types import Entry
 
@@ -27,7 +26,6 @@ class Listing:
         kinds: what each column of a batch is.
         mixture: how often an epoch visits each; None: once.
         left_out: videos that ``source.filter`` left out, with the reason.
-        spill: has the files of videos that came as bytes.
     """
 
     entries: list[Entry]
@@ -35,7 +33,6 @@ class Listing:
     kinds: dict[str, Kind]
     mixture: Mixture | None
     left_out: dict[str, str]
-    spill: Spill
 
 
 def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Listing:
@@ -51,8 +48,7 @@ def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Lis
         DeviceError: when a package that reads them is not installed.
     """
     source = config.source
-    spill = Spill(int(source.spill_gib * 2**30))
-    entries = collect(videos, source, config.columns, spill)
+    entries = collect(videos, source, config.columns)
     names = label_names(entries, source)
     if names:
         entries = number_labels(entries, names)
@@ -70,7 +66,7 @@ def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Lis
         )
     out = left_out(entries, source.filter, processes, (config.rank or 0, config.world_size or 1))
     entries = with_arrays([entry for entry in entries if entry.path not in out] if out else entries, kinds)
-    return Listing(entries, classes, kinds, _mixture(entries, source), out, spill)
+    return Listing(entries, classes, kinds, _mixture(entries, source), out)
 
 
 def _mixture(entries: Sequence[Entry], config: SourceConfig) -> Mixture | None:

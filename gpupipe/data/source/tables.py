@@ -3,49 +3,59 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from gpupipe.config import SourceConfig
+from gpupipe.data.bytes import held, open_stream
+from gpupipe.data.bytes.name import join
 from gpupipe.data.source.arrow import PARQUET, parquet_rows
 from gpupipe.data.source.columns import START_COLUMN
-from gpupipe.data.source.spill import Spill
-from gpupipe.errors import SourceError
+from gpupipe.errors import OpenError, SourceError
 from gpupipe.types import Entry
 
 TABLES = (".csv", ".jsonl", ".ndjson", *PARQUET)
 
 
-def read_table(path: str, config: SourceConfig, columns: Sequence[str] = (), spill: Spill | None = None) -> list[Entry]:
-    """Reads a table with a header (CSV), one JSON object a line, or a Parquet file.
+def read_table(path: str, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
+    """Reads a table with a header (CSV), one JSON object a line, or a Parquet file; it may lie in a store far away.
 
     A CSV column of nothing but numbers becomes numbers. Of CSV and JSON lines all columns are kept; of Parquet only the path,
     the label, ``start_frame`` and ``columns`` are read.
 
     Raises:
         SourceError: naming the file and the line that is wrong.
-        DeviceError: for a Parquet file when pyarrow is not installed.
+        DeviceError: for a Parquet file when pyarrow is not installed, or when a package that the store needs is not there.
     """
-    base = os.path.dirname(path)
-    if path.lower().endswith(PARQUET):
-        found = parquet_rows(
-            path, (config.path_column, *columns, *config.npy_columns), (config.label_column, "label", START_COLUMN)
-        )
-        entries = [row_entry(row, config, base, f"{path} row {number}", spill) for number, row in enumerate(found)]
-    else:
-        found_lines = _lines(path, config.path_column)
-        entries = [row_entry(row, config, base, f"{path} line {number}") for number, row in found_lines]
+    try:
+        entries = list(_rows(path, config, columns))
+    except OpenError as error:
+        raise SourceError(f"cannot read the table {path}: {error.message}", fix=error.fix) from error
     if not entries:
         raise SourceError(f"the table {path} has no rows", fix=f"give a header with {config.path_column!r} and one row a video")
     return entries
 
 
+def _rows(path: str, config: SourceConfig, columns: Sequence[str]) -> Iterator[Entry]:
+    base = os.path.dirname(path)
+    if path.lower().endswith(PARQUET):
+        needed = (config.path_column, *columns, *config.npy_columns)
+        found = parquet_rows(path, needed, (config.label_column, "label", START_COLUMN))
+        for number, (row, again) in enumerate(found):
+            yield row_entry(row, config, base, f"{path} row {number}", again)
+        return
+    for number, row in _lines(path, config.path_column):
+        yield row_entry(row, config, base, f"{path} line {number}")
+
+
 def _lines(path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
     """The rows of a text table with the numbers of their lines."""
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline="") as file:
             if path.lower().endswith(".csv"):
                 return _csv_rows(csv.DictReader(file), path, path_column)
             return [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
@@ -80,47 +90,65 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
     return rows
 
 
-def row_entry(row: Mapping[str, Any], config: SourceConfig, base: str | None, where: str, spill: Spill | None = None) -> Entry:
+def row_entry(
+    row: Mapping[str, Any], config: SourceConfig, base: str | None, where: str, again: Callable[[], Any] | None = None
+) -> Entry:
     """The entry of one row; its paths are taken relative to ``base``, the folder of its table, where there is one.
 
-    Where the path's place holds bytes, or a mapping of ``bytes`` and ``path`` as Hugging Face's datasets have it, these are
-    written to a file by ``spill``, and the entry is called as its row is.
+    In the path's place there may also be bytes, a binary file, or a mapping of ``bytes`` and ``path`` as Hugging Face's
+    datasets have it. In a table or a dataset such a video is called as its row is.
+
+    Args:
+        again: gives what stands in the path's place once more, so that the bytes need not be kept.
 
     Raises:
-        SourceError: when the row has no path, or bytes that there is no room for.
+        SourceError: when the row has no path, or a file that cannot be read.
     """
     path_column = config.path_column
     path = row.get(path_column)
-    data, name = (None, "") if isinstance(path, str) else _held(path)
-    path = name or path
-    file = ""
-    if data:
-        if spill is None:
-            raise SourceError(f"{where} holds its video's bytes, not its path", fix="write them to a file and name that")
-        file = spill.keep(data, name, where)
-        path = f"{where}: {name}" if name else where
-    elif not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        held = "" if row.get(path_column) in (None, "") else f", but a {type(path).__name__} in its place"
+    columns = {k: v for k, v in row.items() if k != path_column}
+    for column in config.npy_columns:
+        if base and isinstance(columns.get(column), str) and columns[column]:
+            columns[column] = join(base, columns[column])
+    data, inner = _video_in(path)
+    if data is not None:
+        label = f"{where}: {inner}" if inner else where
+        try:
+            if base is None or isinstance(data, held.Held):
+                kept = held.hold(data)
+            else:
+                kept = held.hold(data if again is None else partial(_once_more, again), label, like=data)
+        except OpenError as error:
+            raise SourceError(error.message, fix=error.fix) from error
+        return Entry(kept.label, columns, held=kept)
+    path = inner or path
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        instead = "" if row.get(path_column) in (None, "") else f", but a {type(path).__name__} in its place"
         raise SourceError(
-            f"{where} has no {path_column!r}{held}; its columns are {', '.join(map(str, row)) or 'none'}",
+            f"{where} has no {path_column!r}{instead}; its columns are {', '.join(map(str, row)) or 'none'}",
             fix="name the column of paths with SourceConfig.path_column"
             if base is not None or not all(isinstance(value, int | float) for value in row.values())
             else "for a mixture give a list of its sources, and source={'weights': [0.7, 0.3]}",
         )
-    columns = {k: v for k, v in row.items() if k != path_column}
-    for column in config.npy_columns:
-        if base and isinstance(columns.get(column), str) and columns[column]:
-            columns[column] = os.path.join(base, columns[column])
-    path = os.fspath(path) if file else os.path.join(base or "", os.fspath(path))
-    return Entry(path, columns, where if base is not None and not file else "", file=file)
+    return Entry(join(base or "", os.fspath(path)), columns, where if base is not None else "")
 
 
-def _held(value: Any) -> tuple[bytes | None, str]:
-    """(a video's bytes, its path or name) in the place of a path."""
+def _video_in(value: Any) -> tuple[Any, str]:
+    """(a video's bytes or what holds them, its path or name) in the place of a path."""
+    if isinstance(value, str):
+        return None, ""
     if isinstance(value, Mapping):
         data, name = value.get("bytes"), value.get("path")
-        return (data if isinstance(data, bytes) else None), (name if isinstance(name, str) else "")
-    return (value if isinstance(value, bytes) else None), ""
+        return (data if held.holds_bytes(data) and data else None), (name if isinstance(name, str) else "")
+    return (value if held.holds_bytes(value) and value else None), ""
+
+
+def _once_more(again: Callable[[], Any]) -> Any:
+    value = again()
+    data, _ = _video_in(value)
+    if data is None:
+        raise SourceError(f"there is a {type(value).__name__} in the place of its bytes")
+    return data
 
 
 def _parse(line: str, path: str, number: int) -> dict[str, Any]:

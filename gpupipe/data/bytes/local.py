@@ -1,4 +1,4 @@
-"""Where the bytes are: identity, size and range reads of local files.
+"""Files that the file system has.
 
 Reads go through ``pread`` rather than a memory map: a file that is cut while it is read then gives a short read, hence an
 error with a name, where a map would end the process with SIGBUS; and from the page cache both cost one copy.
@@ -10,10 +10,11 @@ import os
 import stat
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from gpupipe.data.bytes.file import Identity
+from gpupipe.data.bytes.name import absolute
 from gpupipe.data.limit import no_more_files, too_many
 from gpupipe.device.doing import at
 from gpupipe.errors import GpupipeError, OpenError
@@ -22,29 +23,20 @@ _ADVICE_BYTES = 128 << 10
 """Bytes of one piece of advice. Linux reads no more for it than the device's read-ahead window, which is seldom smaller."""
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """What tells a file from its earlier versions."""
+def identity(path: str) -> Identity:
+    """Looks at a file now.
 
-    path: str
-    size_bytes: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, path: str) -> Identity:
-        """Looks at the file now.
-
-        Raises:
-            OpenError: when it is missing, not a regular file, or may not be read.
-        """
-        try:
-            facts = os.stat(path)
-        except (OSError, ValueError) as error:  # ValueError: a path that no file can have
-            raise _cannot_open(path, error) from error
-        if not stat.S_ISREG(facts.st_mode):  # opening a pipe would wait for ever
-            kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "not a regular file"
-            raise OpenError(f"{path} is {kind}, not a video", fix="name a file, or give a folder to VideoLoader", path=path)
-        return cls(_absolute(path), facts.st_size, facts.st_mtime_ns)
+    Raises:
+        OpenError: when it is missing, not a regular file, or may not be read.
+    """
+    try:
+        facts = os.stat(path)
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        raise cannot_open(path, error) from error
+    if not stat.S_ISREG(facts.st_mode):  # opening a pipe would wait for ever
+        kind = "a folder" if stat.S_ISDIR(facts.st_mode) else "not a regular file"
+        raise OpenError(f"{path} is {kind}, not a video", fix="name a file, or give a folder to VideoLoader", path=path)
+    return Identity(absolute(path), facts.st_size, facts.st_mtime_ns)
 
 
 class LocalFile:
@@ -56,7 +48,7 @@ class LocalFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         except OSError as error:
-            raise _cannot_open(path, error) from error
+            raise cannot_open(path, error) from error
 
     def is_still(self, identity: Identity) -> bool:
         """True when the file that was opened is the version that ``identity`` tells of.
@@ -148,15 +140,8 @@ class LocalFile:
         self.close()
 
 
-def _absolute(path: str) -> str:
-    """The path from the root. After a linked folder ``..`` leads elsewhere than the text says, so there the links go first."""
-    folder, name = os.path.split(path)
-    if os.pardir in folder.split(os.sep):
-        path = os.path.join(os.path.realpath(folder), name)
-    return os.path.abspath(path)
-
-
-def _cannot_open(path: str, error: OSError | ValueError) -> GpupipeError:
+def cannot_open(path: str, error: OSError | ValueError) -> GpupipeError:
+    """What to say of a file that cannot be opened."""
     if too_many(error):  # no fault of this file
         return no_more_files(f"cannot open {path}", path)
     reason = getattr(error, "strerror", None) or error
