@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpupipe.config import LoaderConfig
+from gpupipe.data.draws import AUGMENT, FRAMES, clip_generator, generator
 from gpupipe.data.group import Fixed, Position
-from gpupipe.data.order import AUGMENT, FRAMES, Order, clip_generator, generator
+from gpupipe.data.order import Order
 from gpupipe.errors import ConfigError
 from gpupipe.types import ClipRequest
 

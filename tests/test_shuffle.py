@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from gpupipe import VideoLoader
 from gpupipe.config import LoaderConfig
+from gpupipe.data.draws import generator
 from gpupipe.data.mixture import Mixture
-from gpupipe.data.order import Order, generator
+from gpupipe.data.order import Order
 from gpupipe.data.shuffle import shuffled
 from gpupipe.errors import ConfigError
 

@@ -12,7 +12,7 @@ import torch
 
 from gpupipe.config import MixConfig
 from gpupipe.data.canvas import Canvas
-from gpupipe.data.order import MIX, clip_generator
+from gpupipe.data.draws import MIX, clip_generator
 from gpupipe.data.source.columns import Kind, dtype_of
 from gpupipe.data.transform import mix as mixing
 from gpupipe.device.stream import hand_over

@@ -6,8 +6,8 @@ import torch
 
 from gpupipe.data.assembly import Arrival
 from gpupipe.data.decode import Decoder
+from gpupipe.data.draws import AUGMENT, clip_generator
 from gpupipe.data.job import Job
-from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.stop import Stop
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Watch

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import numpy as np
 
-from gpupipe.data.order import ROUNDS, SLOTS, generator
+from gpupipe.data.draws import ROUNDS, SLOTS, generator
 from gpupipe.data.shuffle import shuffled
 from gpupipe.errors import ConfigError
 

@@ -1,33 +1,15 @@
-"""The order of an epoch and the source of all randomness: both depend on (seed, epoch, sample) alone."""
+"""The order of an epoch, which depends on (seed, epoch) alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpupipe.data.draws import ORDER, SUBSTITUTE, generator
+from gpupipe.data.mixture import Mixture
 from gpupipe.data.shuffle import shuffled
 from gpupipe.types import ClipRequest
-
-if TYPE_CHECKING:
-    from gpupipe.data.mixture import Mixture
-
-_ORDER, _SUBSTITUTE, FRAMES, AUGMENT, MIX, BEFORE, AFTER, SLOTS, ROUNDS = range(9)
-"""Independent streams of random numbers, one a purpose."""
-
-
-def generator(seed: int, *key: int) -> np.random.Generator:
-    """A generator for one purpose: equal keys give equal numbers, on any machine and in any order of calls.
-
-    Seeded through NumPy's SeedSequence, which keeps streams of different keys independent.
-    """
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed & 0xFFFF_FFFF_FFFF_FFFF, *key])))
-
-
-def clip_generator(request: ClipRequest, purpose: int, clip: int = 0) -> np.random.Generator:
-    """The generator of one of a request's clips for a purpose; for ``MIX`` that of the batch whose first clip it is."""
-    return generator(request.seed, purpose, request.epoch, request.sample, request.attempt, clip)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +36,7 @@ class Order:
         """(n,) int64: the entry of each sample of ``epoch``, over all ranks."""
         if self.mixture is not None:
             return self.mixture.entries(self.seed, epoch, self.shuffle)
-        return shuffled(generator(self.seed, _ORDER, epoch), self.entries, self.shuffle)
+        return shuffled(generator(self.seed, ORDER, epoch), self.entries, self.shuffle)
 
     def requests(self, epoch: int, start: int, count: int) -> list[ClipRequest]:
         """``count`` requests of this rank, in the order in which they are delivered, behind the first ``start`` of all ranks.
@@ -76,7 +58,7 @@ class Order:
         """
         attempt = request.attempt + 1
         first, behind = (0, self.entries) if self.mixture is None else self.mixture.peers(request.entry)
-        draws = generator(request.seed, _SUBSTITUTE, request.epoch, request.sample, attempt)
+        draws = generator(request.seed, SUBSTITUTE, request.epoch, request.sample, attempt)
         if among is None:
             entry = int(draws.integers(first, behind))
         else:

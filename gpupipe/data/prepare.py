@@ -12,9 +12,9 @@ from gpupipe.data import index as indices
 from gpupipe.data.bytes import look_ahead, open_file
 from gpupipe.data.bytes.name import is_remote
 from gpupipe.data.decode.feed import ranges
+from gpupipe.data.draws import FRAMES, clip_generator
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.order import FRAMES, clip_generator
 from gpupipe.data.plan import Plan, make_plan
 from gpupipe.data.sample import pick_frames
 from gpupipe.data.source.columns import start_frame

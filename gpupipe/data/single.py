@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from gpupipe.data.decode import DecodeEngine, Fallbacks, Mode
+from gpupipe.data.draws import AUGMENT, clip_generator
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.order import AUGMENT, clip_generator
 from gpupipe.data.plan import make_plan
 from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams
 from gpupipe.data.transform.custom import CallFailed, Custom

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from gpupipe.data.order import AFTER, BEFORE, clip_generator
+from gpupipe.data.draws import AFTER, BEFORE, clip_generator
 from gpupipe.data.transform import ClipTransform, to_rgb
 from gpupipe.device.doing import at
 from gpupipe.device.memory import PITCH_BYTES
