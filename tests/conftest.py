@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the rule that a GPU run refuses to skip."""
+"""Fixtures that all tests share, and the rules that a GPU run and CI refuse to skip what they are there for."""
 
 from __future__ import annotations
 
@@ -31,6 +31,11 @@ def _gpu_required() -> bool:
     return os.environ.get("GPUPIPE_REQUIRE_GPU") == "1"
 
 
+def _trainer_required(path: Path) -> bool:
+    """True in CI, which has the trainers' packages, for the tests of the trainers."""
+    return os.environ.get("CI") == "true" and "integrations" in path.parts
+
+
 @functools.cache
 def _has_gpu() -> bool:
     import torch
@@ -50,6 +55,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.skipped and _gpu_required() and item.get_closest_marker("gpu"):
         report.outcome = "failed"
         report.longrepr = f"GPUPIPE_REQUIRE_GPU=1, but this GPU test was skipped: {report.longrepr}"
+    if report.skipped and _trainer_required(item.path):
+        report.outcome = "failed"
+        report.longrepr = f"CI=true, but this test of a trainer was skipped: {report.longrepr}"
     return report
 
 
@@ -61,6 +69,9 @@ def pytest_make_collect_report(
     if report.skipped and _gpu_required() and "mark.gpu" in collector.path.read_text(encoding="utf-8"):
         report.outcome = "failed"
         report.longrepr = f"GPUPIPE_REQUIRE_GPU=1, but a file with GPU tests was skipped: {report.longrepr}"
+    if report.skipped and _trainer_required(collector.path):
+        report.outcome = "failed"
+        report.longrepr = f"CI=true, but the tests of a trainer were skipped: {report.longrepr}"
     return report
 
 

@@ -1,0 +1,77 @@
+"""What the tests of the trainers share: settings of a small loader, a small model, and what a run saw."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpupipe import Batch
+
+HERE = Path(__file__).resolve().parent
+SETTINGS: dict[str, Any] = {
+    "clip": {"frames": 4, "stride": 2},
+    "transform": {"size": 24, "dtype": "float32"},
+    "batch": 2,
+    "decode": {"threads": 2},
+    "seed": 5,
+}
+"""Ten rows make five batches an epoch: an odd number, so that windows of two accumulated batches do not fit."""
+VALIDATION: dict[str, Any] = {**SETTINGS, "shuffle": False, "batch": {"size": 2, "last": "partial"}}
+Seen = tuple[int, tuple[int, ...], float]
+
+
+class Classifier(nn.Module):
+    """Means over 6x6 pixels and all frames, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.pool = nn.AdaptiveAvgPool3d((1, 4, 4))
+        self.head = nn.Linear(48, 3)
+
+    def forward(self, video: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.pool(video).flatten(1))
+        return logits
+
+
+def fact(batch: Batch) -> Seen:
+    """What tells a batch from any other: epoch, samples and pixels."""
+    return batch.epoch, tuple(clip.request.sample for clip in batch.clips), batch.video.double().sum().item()
+
+
+def weights(model: nn.Module) -> list[list[float]]:
+    return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
+
+
+def run_script(script: Path, *arguments: Any, timeout: int = 100, **environment: str) -> list[Any]:
+    """Runs a script with arguments as JSON, and paths; the JSON values of the lines it printed that are lists."""
+    told = [str(one) if isinstance(one, Path) else json.dumps(one) for one in arguments]
+    paths = os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, str(script), *told],
+        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True, text=True, timeout=timeout, cwd=script.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+
+
+def run_sample(name: str, *arguments: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:
+    """Runs a sample within this process, which has the trainer's package imported, and gives what it printed."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [name, *map(str, arguments)])
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(HERE.parent.parent / "samples" / name), run_name="__main__")
+    return printed.getvalue()
