@@ -1,4 +1,4 @@
-"""Lightning: a data module whose loaders know the trainer's rank, device and epoch, and whose state is that of its checkpoint."""
+"""Lightning: a data module whose loaders know the trainer's rank, device and epoch, and whose state is its checkpoint's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Loaders = Mapping[str, Any] | Sequence[Mapping[str, Any]] | None
 
 
 class LightningFeed:
-    """A loader as Lightning's loops iterate it: ``iter()``, called once too often and before ``set_epoch()``, begins nothing."""
+    """A loader as Lightning's loops iterate it: ``iter()``, called once too often and before ``set_epoch``, begins nothing."""
 
     def __init__(self, loader: VideoLoader, *, fixed: bool = False) -> None:
         """``fixed``: each pass is epoch 0, the same frames every time."""

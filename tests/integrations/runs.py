@@ -7,6 +7,7 @@ import io
 import json
 import os
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,17 +55,33 @@ def weights(model: nn.Module) -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
 
 
-def run_script(script: Path, *arguments: Any, timeout: int = 100, **environment: str) -> list[Any]:
-    """Runs a script with arguments as JSON, and paths; the JSON values of the lines it printed that are lists."""
-    told = [str(one) if isinstance(one, Path) else json.dumps(one) for one in arguments]
+def run_ranks(code: str, folder: Path, *arguments: Any, ranks: int = 2, launcher: bool = True) -> list[Any]:
+    """Runs a script as torchrun would, once a rank; the lists that the first one printed as JSON.
+
+    The script finds the arguments as JSON, then the folder. Without ``launcher`` it starts its further ranks itself.
+    """
+    (folder / "ranks.py").write_text(code)
     paths = os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(script), *told],
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True, text=True, timeout=timeout, cwd=script.parent,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[[")]
+    common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, str(folder / "ranks.py"), *map(json.dumps, arguments), str(folder)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    logs = [folder / f"rank{rank}.log" for rank in range(ranks if launcher else 1)]
+    processes = []
+    for rank, log in enumerate(logs):
+        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        with log.open("w") as file:
+            environment = {**common, **(told if launcher else {})}
+            processes.append(subprocess.Popen(command, env=environment, stdout=file, stderr=subprocess.STDOUT, cwd=folder))
+    try:
+        codes = [process.wait(100) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert not any(codes), "\n".join(log.read_text() for log in logs)
+    return [json.loads(line) for line in logs[0].read_text().splitlines() if line.startswith("[[")]
 
 
 def run_sample(name: str, *arguments: Any, monkeypatch: pytest.MonkeyPatch, folder: Path) -> str:

@@ -16,7 +16,7 @@ pytest.importorskip("lightning")
 from lightning import Fabric
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from runs import SETTINGS, VALIDATION, Classifier, Seen, fact, run_sample, run_script, weights
+from runs import SETTINGS, VALIDATION, Classifier, Seen, fact, run_ranks, run_sample, weights
 
 from gpupipe.errors import ConfigError
 from gpupipe.integrations.lightning import VideoDataModule
@@ -180,8 +180,7 @@ if dist.get_rank() == 0:
 
 
 def test_two_ranks_share_each_epoch_and_go_on_together(rows: list[dict[str, Any]], tmp_path: Path) -> None:
-    (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
-    (told,) = run_script(tmp_path / "two_ranks.py", rows, tmp_path)
+    (told,) = run_ranks(TWO_RANKS, tmp_path, rows, launcher=False)
     seen, same_batches, same_weights = told
     for epoch in range(2):
         samples = [sample for rank in seen for number, batch, _ in rank if number == epoch for sample in batch]
