@@ -7,7 +7,7 @@ from typing import Any
 
 from gpupipe.data.loader import VideoLoader
 from gpupipe.device.inventory import load
-from gpupipe.errors import ConfigError
+from gpupipe.integrations.checks import accelerator_ranks, one_state_serves_all, ranks_fit
 from gpupipe.types import Batch
 
 load("accelerate")  # its absence is told in one line, with what to install
@@ -81,18 +81,9 @@ def prepare(accelerator: Accelerator, loader: VideoLoader, *, checkpoint: bool =
         ConfigError: when the loader's ranks are not the accelerator's data-parallel ones, or batches come out of order, so that
             each rank would need a file of its own.
     """
-    parallel = getattr(accelerator, "parallelism_config", None)
-    ranks = accelerator.num_processes // (parallel.non_data_parallel_size if parallel is not None else 1)
-    if loader.config.world_size != ranks:
-        raise ConfigError(
-            f"this loader was made for {loader.config.world_size} rank(s), accelerate has {ranks} that share the data",
-            fix="make the loader behind the Accelerator, or give it rank= and world_size=",
-        )
-    if checkpoint and ranks > 1 and not loader.config.jitter.in_order:
-        raise ConfigError(
-            "batches that come out of order need a state for each rank, accelerate keeps one",
-            fix="keep jitter.in_order, or give checkpoint=False and save loader.state_dict() for each rank",
-        )
+    ranks_fit(loader, accelerator_ranks(accelerator), "accelerate")
+    if checkpoint:
+        one_state_serves_all(loader)
     prepared = AcceleratedLoader(loader)
     if checkpoint:
         accelerator.register_for_checkpointing(prepared)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gpupipe.integrations
 
-NAMES = sorted(path.stem for path in Path(gpupipe.integrations.__file__).parent.glob("[!_]*.py"))
+NAMES = sorted(path.stem for path in Path(gpupipe.integrations.__file__).parent.glob("[!_]*.py") if path.stem != "checks")
 CODE = """
 import importlib, json, sys
 for name in ("lightning", "accelerate", "transformers", "torchtitan", "deepspeed", "ray"):
