@@ -183,9 +183,8 @@ def test_two_ranks_go_on_from_torchtitan_s_checkpoints(rows: list[dict[str, Any]
     assert not set(seen[0]) & set(seen[1])
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_the_sample_trains_and_goes_on(monkeypatch: pytest.MonkeyPatch, small_data: Path, tmp_path: Path) -> None:
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
     said = run_sample("train_torchtitan.py", small_data, "--steps", 6, monkeypatch=monkeypatch, folder=tmp_path)
     assert said.splitlines()[-1].startswith("rank 0, step 6: loss ")
     said = run_sample("train_torchtitan.py", small_data, "--steps", 8, monkeypatch=monkeypatch, folder=tmp_path)
