@@ -55,12 +55,19 @@ def weights(model: nn.Module) -> list[list[float]]:
     return [parameter.detach().flatten().tolist() for parameter in model.parameters()]
 
 
+END = """
+import os, sys
+sys.stdout.flush()
+os._exit(0)  # gloo's threads abort a process that ends by itself now and then, without any loader too
+"""
+
+
 def run_ranks(code: str, folder: Path, *arguments: Any, ranks: int = 2, launcher: bool = True) -> list[Any]:
     """Runs a script as torchrun would, once a rank; the lists that the first one printed as JSON.
 
     The script finds the arguments as JSON, then the folder. Without ``launcher`` it starts its further ranks itself.
     """
-    (folder / "ranks.py").write_text(code)
+    (folder / "ranks.py").write_text(code + END)
     paths = os.pathsep.join([str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")])
     common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     command = [sys.executable, str(folder / "ranks.py"), *map(json.dumps, arguments), str(folder)]

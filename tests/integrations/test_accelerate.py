@@ -134,7 +134,7 @@ every = [None, None]
 dist.all_gather_object(every, seen)
 if accelerator.is_main_process:
     print(json.dumps([every, applied, rest == seen[7:], same == end, refused, prepared is view, shares]))
-dist.destroy_process_group()
+dist.barrier()
 """
 
 

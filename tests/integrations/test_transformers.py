@@ -142,6 +142,7 @@ same = rest.seen == whole.seen[len(whole.seen) - len(rest.seen):]
 dist.all_gather_object(both, [whole.seen, same, weights(whole) == weights(rest)])
 if dist.get_rank() == 0:
     print(json.dumps([both, len(rest.seen)]))
+dist.barrier()
 """
 
 
