@@ -138,6 +138,8 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_share_each_epoch_once(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     (told,) = run_ranks(TWO_RANKS, tmp_path, rows)
     every, applied, same_batches, same_weights, refused, untouched, shares = told

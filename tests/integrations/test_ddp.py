@@ -20,6 +20,7 @@ runpy.run_path(json.loads(sample), run_name="__main__")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_sample_goes_on_from_its_file(small_data: Path, tmp_path: Path) -> None:
     """Three batches an epoch and rank, a file behind the second: what goes on has the third, then the next epoch."""
     results = []

@@ -139,6 +139,8 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_share_each_epoch_and_go_on_together(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     ((seen, same_batches, same_weights),) = run_ranks(TWO_RANKS, tmp_path, rows)
     for epoch in range(2):

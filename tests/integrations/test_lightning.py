@@ -179,6 +179,8 @@ if dist.get_rank() == 0:
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_share_each_epoch_and_go_on_together(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     (told,) = run_ranks(TWO_RANKS, tmp_path, rows, launcher=False)
     seen, same_batches, same_weights = told

@@ -22,6 +22,7 @@ from runs import HERE, SETTINGS, VALIDATION, Classifier, Seen, fact, run_sample,
 
 from gpupipe.integrations.ray import ClipMaker, report, worker_loader
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 CLIPS = {name: value for name, value in VALIDATION.items() if name not in ("batch", "shuffle", "seed")}
 
 

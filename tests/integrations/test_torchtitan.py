@@ -177,6 +177,8 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_go_on_from_torchtitan_s_checkpoints(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     ((seen, told),) = run_ranks(RANKS, tmp_path, rows)
     assert told == [[3, True, True], [6, True, True]]

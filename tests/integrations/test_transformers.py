@@ -146,6 +146,8 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_two_ranks_share_each_epoch_and_go_on_together(rows: list[dict[str, Any]], tmp_path: Path) -> None:
     ((both, left),) = run_ranks(TWO_RANKS, tmp_path, rows)
     assert len(both[0][0]) == len(both[1][0]) == 6, "8 of 10 samples, two batches a rank and epoch, three epochs"
