@@ -132,6 +132,14 @@ def test_no_room_is_too_large() -> None:
     assert {name: count for name, count in lines.items() if count > 500} == {}
 
 
+def test_what_a_trainer_needs_stays_small() -> None:
+    """A module of it has at most 120 lines, and its sample fewer than 60."""
+    limits = {120: (PACKAGE / "integrations").glob("*.py"), 59: (ROOT / "samples").glob("train_*.py")}
+    found = [(path.name, len(path.read_text("utf-8").splitlines()), most) for most, of in limits.items() for path in of]
+    assert len(found) >= 14
+    assert [one for one in found if one[1] > one[2]] == []
+
+
 def test_public_names_resolve_and_are_few() -> None:
     assert len(gpupipe.__all__) <= 15
     assert set(gpupipe.__all__) == set(HOMES)
