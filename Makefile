@@ -27,7 +27,7 @@ help: ## Show these lines
 demo: $(VENV)/.ready-run ## Make clips, train a small video model on them, leave pictures and a report in demo_out/
 	$(BIN)/gpupipe demo
 
-test: lint ## Lint, types, and all tests
+test: lint $(VENV)/.ready-test ## Lint, types, and all tests
 	$(BIN)/python -m pytest $(TESTS)
 
 lint: $(VENV)/.ready-dev ## Lint, format check and types
@@ -51,4 +51,8 @@ $(VENV)/.ready-run: pyproject.toml tools/setup_env.sh
 
 $(VENV)/.ready-dev: $(VENV)/.ready-run
 	$(SETUP) dev,docs
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready-dev
+	$(SETUP) dev,docs,integrations
 	@touch $@

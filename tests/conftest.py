@@ -1,4 +1,4 @@
-"""Fixtures that all tests share, and the rule that a GPU run refuses to skip."""
+"""Fixtures that all tests share, and the rules that a GPU run and CI refuse to skip what they are there for."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def _gpu_required() -> bool:
     return os.environ.get("GPUPIPE_REQUIRE_GPU") == "1"
 
 
+def _trainer_required(path: Path) -> bool:
+    """True for the tests of the trainers where their packages have to be: in CI, or where it is asked for."""
+    asked = os.environ.get("CI") == "true" or os.environ.get("GPUPIPE_REQUIRE_TRAINERS") == "1"
+    return asked and path.parent.name == "integrations"
+
+
 @functools.cache
 def _has_gpu() -> bool:
     import torch
@@ -50,6 +56,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.skipped and _gpu_required() and item.get_closest_marker("gpu"):
         report.outcome = "failed"
         report.longrepr = f"GPUPIPE_REQUIRE_GPU=1, but this GPU test was skipped: {report.longrepr}"
+    if report.skipped and _trainer_required(item.path):
+        report.outcome = "failed"
+        report.longrepr = f"its trainer has to be here, but this test was skipped: {report.longrepr}"
     return report
 
 
@@ -61,6 +70,9 @@ def pytest_make_collect_report(
     if report.skipped and _gpu_required() and "mark.gpu" in collector.path.read_text(encoding="utf-8"):
         report.outcome = "failed"
         report.longrepr = f"GPUPIPE_REQUIRE_GPU=1, but a file with GPU tests was skipped: {report.longrepr}"
+    if report.skipped and _trainer_required(collector.path):
+        report.outcome = "failed"
+        report.longrepr = f"their trainer has to be here, but these tests were skipped: {report.longrepr}"
     return report
 
 

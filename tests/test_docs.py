@@ -76,6 +76,14 @@ def test_the_map_of_the_rooms_is_complete() -> None:
     assert named - there - {"__init__.py", "README.md", "py.typed"} == set(), "rooms on the map that do not exist"
 
 
+def test_every_trainer_s_sample_is_shown() -> None:
+    text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\{literalinclude\} \.\./samples/(\S+)", text))
+    assert shown == {path.name for path in (ROOT / "samples").glob("train_*.py")}
+    modules = {path.stem for path in (ROOT / "gpupipe" / "integrations").glob("[!_]*.py")} - {"checks"}
+    assert set(re.findall(r"`gpupipe\.integrations\.(\w+)`", text)) == modules
+
+
 def test_the_examples_of_draws_and_of_what_moves_along_run(clips: dict[str, Path]) -> None:
     """As they stand on the page, one after the other, on a loader's batch."""
     text = (ROOT / "docs" / "transforms.md").read_text(encoding="utf-8")

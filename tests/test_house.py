@@ -132,6 +132,14 @@ def test_no_room_is_too_large() -> None:
     assert {name: count for name, count in lines.items() if count > 500} == {}
 
 
+def test_what_a_trainer_needs_stays_small() -> None:
+    """A module of it has at most 120 lines, and its sample fewer than 60."""
+    limits = {120: (PACKAGE / "integrations").glob("*.py"), 59: (ROOT / "samples").glob("train_*.py")}
+    found = [(path.name, len(path.read_text("utf-8").splitlines()), most) for most, of in limits.items() for path in of]
+    assert len(found) >= 14
+    assert [one for one in found if one[1] > one[2]] == []
+
+
 def test_public_names_resolve_and_are_few() -> None:
     assert len(gpupipe.__all__) <= 15
     assert set(gpupipe.__all__) == set(HOMES)
@@ -164,6 +172,23 @@ def test_a_gpu_run_refuses_to_skip(tmp_path: Path) -> None:
             cwd=tmp_path,
             check=False,
         )
+        assert run.returncode == code, run.stdout
+        assert summary in run.stdout
+
+
+def test_ci_refuses_to_skip_a_trainer(tmp_path: Path) -> None:
+    """Runs pytest on tests of a trainer that is not installed: skipped as it stands, failed where it has to be there."""
+    folder = tmp_path / "integrations"
+    folder.mkdir()
+    shutil.copy(ROOT / "tests" / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (folder / "test_file.py").write_text("import pytest\npytest.importorskip('no_such_trainer')\ndef test_one(): ...\n")
+    (folder / "test_one.py").write_text("import pytest\ndef test_one():\n    pytest.importorskip('no_such_trainer')\n")
+    (tmp_path / "test_other.py").write_text("import pytest\ndef test_two():\n    pytest.skip('for a reason of its own')\n")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_") and k not in ("CI", "GPUPIPE_REQUIRE_TRAINERS")}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--continue-on-collection-errors", str(tmp_path)]
+    for required, code, summary in (({}, 0, "3 skipped"), ({"CI": "true"}, 1, "1 failed, 1 skipped, 1 error")):
+        run = subprocess.run(command, env={**kept, **required}, capture_output=True, text=True, cwd=tmp_path, check=False)
         assert run.returncode == code, run.stdout
         assert summary in run.stdout
 

@@ -188,6 +188,8 @@ class LoaderView(DataLoader[Any]):
     among ranks must not do so here: the loader has taken its rank's share already.
     """
 
+    _is_accelerate_prepared = True  # so accelerate leaves it as it is, which would divide it among ranks once more
+
     def __init__(self, loader: Loader) -> None:
         super().__init__(BatchStream(loader), batch_size=None, collate_fn=_as_it_is)
         self.loader = loader
