@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from gpupipe import VideoLoader
@@ -137,6 +139,7 @@ def test_parts_that_are_not_built_are_refused_by_name(write: Write, name: str, t
         ("tele_tron: {data_pipeline: {video_decodin: cpu}}", "tele_tron.data_pipeline.video_decodin", "'video_decoding'"),
         ("gpupipe: {batch_size: 3, data_pipelin: {}}", "gpupipe.data_pipelin", "did you mean 'data_pipeline'"),
         ("gpupipe: {clip: {frmaes: 3}}", "gpupipe.clip.frmaes", "did you mean 'frames'"),
+        ("gpupipe: {batch_szie: 3}", "gpupipe.batch_szie", "did you mean 'batch_size'"),
         ("tele_tron: {data_pipeline: {num_workers: 3}}", "tele_tron.data_pipeline.num_workers", r"decode=\{'threads': 4\}"),
         ("tele_tron: {prefetch_factor: 3}", "tele_tron.prefetch_factor", r"jitter=\{'depth': 4\}"),
         ("tele_tron: {data_pipeline: {seed: 3}}", "tele_tron.data_pipeline.seed", "write it beside data_pipeline"),
@@ -255,6 +258,55 @@ def _bounds(field: dict[str, Any]) -> list[dict[str, Any]]:
     return [kind for kind in plain if kind != {"type": "null"}]
 
 
+def test_the_examples_of_the_page_are_configurations(write: Write) -> None:
+    text = (SAMPLES.parent / "docs" / "configuration.md").read_text(encoding="utf-8")
+    examples = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(examples) == 2
+    for example in examples:
+        LoaderConfig.from_yaml(write(example))
+
+
+def test_a_mapping_with_a_root_is_told_that_files_have_them() -> None:
+    with pytest.raises(ConfigError, match="give the file's path"):
+        LoaderConfig.parse({"tele_tron": {"batch_size": 3}})
+
+
+_KEYS = ["gpupipe", "tele_tron", *LoaderConfig.model_fields, *TeleTronConfig.model_fields, *DataPipelineConfig.model_fields,
+         *FrameSamplerConfig.model_fields, *ClipConfig.model_fields, *UNBUILT]  # fmt: skip
+_LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.dates(), st.binary(max_size=3),
+    st.sampled_from(["dynamic", "auto", "stratified", "videomae", "cpu"]),
+)  # fmt: skip
+_TREES = st.recursive(
+    _LEAVES,
+    lambda inner: st.one_of(
+        st.dictionaries(st.one_of(st.sampled_from(_KEYS), st.integers(0, 3), st.none()), inner, max_size=5),
+        st.lists(inner, max_size=3),
+    ),
+    max_leaves=25,
+)
+
+
+@settings(max_examples=150)
+@given(root=st.sampled_from(["", "gpupipe", "tele_tron"]), tree=_TREES)
+def test_whatever_a_file_holds_is_a_configuration_or_told(
+    tmp_path_factory: pytest.TempPathFactory, root: str, tree: Any
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(yaml.safe_dump({root: tree} if root else tree, allow_unicode=True), encoding="utf-8")
+    try:
+        document = read(path, LoaderConfig)
+    except ConfigError:
+        return
+    assert (document.config is None) == bool(document.faults)
+    assert all(fault.message and fault.fix for fault in document.faults)
+    if document.config is not None:
+        saved = path.with_name("saved.yaml")
+        document.config.to_yaml(saved)
+        again = LoaderConfig.from_yaml(saved)
+        assert again == document.config.model_copy(update={"rank": None, "world_size": None})
+
+
 # Commands
 
 
@@ -335,7 +387,8 @@ def test_the_schema_agrees_with_the_loader(run: Run, write: Write) -> None:
     Draft202012Validator.check_schema(printed)
     check = Draft202012Validator(printed)
     good = [
-        "", "batch: 8", "batch: {size: 8, micro_size: auto}", "transform: videomae\ncolumns: caption", "shuffle: 100",
+        "", "batch: 8", "batch: {size: 8, micro_size: auto}", "cache: {clips: off}",
+        "transform: videomae\ncolumns: caption", "shuffle: 100",
         "transform: {size: 96, mean: 0.5, std: 0.5, fill: 0.1, color_jitter: {hue: 0.1, contrast: [0.5, 1]}}",
         "transform: {affine: {degrees: 5, shear: 3}, blur: {sigma: 1}, erasing: {value: random}}\nclip: {speed: 2, fps: 8.5}",
         "gpupipe: {clip: {frames: 3}}\ntrainer: {lr: 1}", "gpupipe: {batch_size: 3}",

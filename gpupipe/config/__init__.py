@@ -202,6 +202,7 @@ class LoaderConfig(StageConfig):
             ("data_pipeline", "gradient_accumulation"),
             "it is of the layout with data_pipeline, which stands under tele_tron: or gpupipe:, see docs/configuration.md",
         ),
+        **dict.fromkeys(("gpupipe", "tele_tron"), "it is the root of a file: give the file's path, config='run.yaml'"),
     }
     unbuilt: ClassVar[dict[str, str]] = UNBUILT
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -149,6 +150,8 @@ def _layout(values: dict[str, Any], root: str) -> tuple[Literal["gpupipe", "tele
     """Which layout it is, by the keys that only one of them has."""
     own = [key for key in values if key in OWN_KEYS]
     theirs = [key for key in values if key in TELETRON_KEYS] if root else []
+    if root and not own and not theirs:  # what is misspelt decides, too
+        theirs = [key for key in values if difflib.get_close_matches(key, TELETRON_KEYS, n=1, cutoff=0.8)]
     if own and (theirs or root == "tele_tron"):
         fix = "write all of it in one layout: batch: {size: …}, clip: {…}, transform: {…}, or batch_size: …, data_pipeline: {…}"
         what = f"{theirs[0]!r} of the other" if theirs else "the other under tele_tron:"

@@ -29,6 +29,9 @@ def schema() -> dict[str, Any]:
     models["LoaderConfig"]["properties"]["transform"]["anyOf"] = [presets, {"$ref": "#/$defs/TransformConfig"}]
     models["LoaderConfig"]["properties"]["transform"].pop("$ref")
     models["TransformConfig"]["properties"]["preset"]["anyOf"] = [presets, {"type": "null"}]
+    clips = models["CacheConfig"]["properties"]["clips"]
+    clips["enum"] = [*clips["enum"], False]  # as YAML 1.1 reads the bare word off
+    clips.pop("type")
     pipeline = models["DataPipelineConfig"]["properties"]["transform"]
     pipeline["anyOf"] = [presets, *(part for part in pipeline["anyOf"] if part.get("type") != "string")]
     roots = {"gpupipe": [own, teletron, {"type": "null"}], "tele_tron": [teletron, {"type": "null"}]}
