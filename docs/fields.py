@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gpupipe.config import PRESETS, LoaderConfig, TransformConfig
+from gpupipe.config.teletron import SHARED, TeleTronConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 MARK = "<!-- fields -->"
@@ -31,9 +32,16 @@ def page() -> str:
 
 
 def tables() -> str:
-    """One section for each stage, the loader's own first."""
+    """One section for each stage, the loader's own first, and those of TeleTron's layout behind them."""
     stages = dict(_stages(LoaderConfig, ""))
-    return "\n".join(_section(model, place) for model, place in stages.items())
+    sections = [_section(model, place) for model, place in stages.items()]
+    sections += [_section(model, f"tele_tron.{place}".rstrip(".")) for model, place in _theirs()]
+    return "\n".join(sections)
+
+
+def _theirs() -> Iterator[tuple[type[BaseModel], str]]:
+    known = dict(_stages(LoaderConfig, ""))
+    return ((model, place) for model, place in _stages(TeleTronConfig, "") if model not in known)
 
 
 def _stages(model: type[BaseModel], place: str) -> Iterator[tuple[type[BaseModel], str]]:
@@ -56,6 +64,8 @@ def _section(model: type[BaseModel], place: str) -> str:
     lines = [f"## {f'`{place}`' if place else 'The loader'}", "", about, ""]
     lines += ["| field | values | default | what it is |", "|---|---|---|---|"]
     for name, field in model.model_fields.items():
+        if model is TeleTronConfig and name in SHARED:
+            continue
         values = _values(schema["properties"][name], schema.get("$defs", {}))
         meaning = _ROLE.sub(r"`\1`", " ".join((field.description or "").replace("``", "`").split()))
         cells = (f"`{name}`", values, _default(field), meaning)

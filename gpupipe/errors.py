@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 
 class GpupipeError(Exception):
     """Base of all errors raised on purpose by gpupipe.
@@ -34,10 +36,34 @@ class GpupipeError(Exception):
         return text
 
 
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong with a configuration.
+
+    Attributes:
+        place: the names that lead to it, from the outermost on; none where it concerns the whole.
+        message: what is wrong.
+        fix: what to do about it.
+    """
+
+    place: tuple[str, ...]
+    message: str
+    fix: str | None = None
+
+
 class ConfigError(GpupipeError, ValueError):
-    """A setting has an unknown name or a value that cannot work."""
+    """A setting has an unknown name or a value that cannot work.
+
+    Args:
+        message, fix: as of any error here.
+        faults: all that is wrong, one by one, where the message has been made of them.
+    """
 
     code = "TT_ERR_CONFIG"
+
+    def __init__(self, message: str, *, fix: str | None = None, faults: tuple[Fault, ...] = ()) -> None:
+        super().__init__(message, fix=fix)
+        self.faults = faults
 
 
 class SourceError(GpupipeError):

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from gpupipe import __version__
-from gpupipe.cli import bench, cache, demo, doctor, index, probe, view
+from gpupipe.cli import bench, cache, config, demo, doctor, index, probe, view
 from gpupipe.cli.console import is_terminal, say, tell
 from gpupipe.errors import GpupipeError
 
@@ -30,6 +30,7 @@ app.command("bench")(bench.command)
 app.command("probe")(probe.command)
 app.command("index")(index.command)
 app.command("cache")(cache.command)
+app.add_typer(config.app, name="config")
 app.command("view")(view.command)
 app.command("doctor")(doctor.command)
 

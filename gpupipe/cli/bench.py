@@ -56,6 +56,9 @@ class BenchConfig(StageConfig):
     """A file for the JSON report."""
     live: bool = False
     """Show on stderr what each stage is doing, see :func:`gpupipe.observe.monitor`, in the place of the progress."""
+    headspace: Annotated[float, Field(gt=0, le=60_000)] | None = None
+    """Milliseconds that a stand-in for the training step sleeps between two batches; the same loop is then run over batches
+    that are there already. None: batches are taken as fast as they come."""
 
 
 def _loader_config(config: BenchConfig) -> LoaderConfig:
@@ -73,8 +76,8 @@ def _loader_config(config: BenchConfig) -> LoaderConfig:
     return loader.override({"batch": {"last": "partial"}})
 
 
-def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str, Any]]:
-    """The videos, over and over until a pass over them is long: between two passes a loader starts anew."""
+def _long_enough(videos: tuple[str, ...], loader: LoaderConfig, batches: int = 0) -> list[dict[str, Any]]:
+    """The videos, over and over until a pass is long, ``batches`` at least: between two passes a loader starts anew."""
     from gpupipe.data.source import collect
 
     rows = [
@@ -82,7 +85,7 @@ def _long_enough(videos: tuple[str, ...], loader: LoaderConfig) -> list[dict[str
         for entry in collect(existing(videos), loader.source, loader.columns)
     ]
     size = loader.batch.size
-    return rows * -(-min(_PASS_BATCHES * size, max(size, _PASS_CLIPS)) // len(rows))
+    return rows * -(-min(max(_PASS_BATCHES, batches) * size, max(size, _PASS_CLIPS)) // len(rows))
 
 
 def _kept(source: SourceConfig) -> SourceConfig:
@@ -94,13 +97,15 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     """Measures a loader over ``config.videos``.
 
     Returns:
-        The report: the settings, the measurement (see :class:`gpupipe.observe.measure.Measurement`), the machine.
+        The report: the settings, the measurement (see :class:`gpupipe.observe.measure.Measurement`), with ``headspace`` what
+        data costs (see :class:`gpupipe.observe.headspace.Headspace`), else None, and the machine.
 
     Raises:
         GpupipeError: when videos or device are not there, a setting is wrong, or a file cannot be written.
     """
     from gpupipe import VideoLoader
     from gpupipe.observe import monitor
+    from gpupipe.observe.headspace import Headspace, headspace, sleeper
     from gpupipe.observe.measure import machine_facts, measure
 
     for option, file in (("--plot", config.plot), ("--report", config.report)):  # now, not after the measurement
@@ -115,9 +120,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
     if config.plot is not None and config.plot.suffix.lower() != ".png":
         raise GpupipeError(f"--plot {config.plot.name} is not a PNG", fix="name a file that ends in .png")
     settings = _loader_config(config)
-    rows = _long_enough(config.videos, settings)
+    seconds = config.seconds if config.seconds or config.clips else 10.0
+    stand_in = config.headspace / 1000 if config.headspace is not None else None
+    most = int((seconds or 0) / stand_in) + config.warmup_batches + 2 if stand_in is not None else 0
+    rows = _long_enough(config.videos, settings, most)
+    free: Headspace | None = None
     with VideoLoader(rows, config=settings.model_copy(update={"source": _kept(settings.source)})) as loader:
-        seconds = config.seconds if config.seconds or config.clips else 10.0
         videos = len(set(loader.dataset.paths))
         with ExitStack() as shown:
             progress: Callable[[int, float], None] | None = None
@@ -127,8 +135,12 @@ def bench(config: BenchConfig) -> dict[str, Any]:
                 bar = shown.enter_context(Progress(f"measuring {videos} videos", config.clips))
                 progress = lambda done, passed: bar.update(done, f"{done / max(passed, 1e-9):.1f} clips/s, {passed:.0f} s")  # noqa: E731
             result = measure(
-                loader, seconds=seconds, clips=config.clips, warmup_batches=config.warmup_batches, progress=progress
+                loader, seconds=seconds, clips=config.clips, warmup_batches=config.warmup_batches, progress=progress,
+                step=sleeper(stand_in) if stand_in is not None else None,
             )  # fmt: skip
+        if stand_in is not None:
+            with Progress("replaying batches", len(result.batch_ends)) as bar:
+                free = headspace(loader, result, stand_in, progress=lambda done, passed: bar.update(done, f"{passed:.0f} s"))
         device = str(loader.device)
     report = {
         "command": "bench",
@@ -136,6 +148,7 @@ def bench(config: BenchConfig) -> dict[str, Any]:
         "loader": settings.model_dump(mode="json"),
         "device": device,
         "measured": result.to_dict(),
+        "headspace": free.to_dict() if free is not None else None,
         "machine": machine_facts(),
     }
     if config.plot is not None:
@@ -177,6 +190,12 @@ def command(
     report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the run's timeline in this PNG.")] = None,
     live: Annotated[bool, typer.Option("--live", help="Show what each stage is doing, and which one limits.")] = False,
+    headspace: Annotated[
+        float | None,
+        typer.Option(
+            metavar="MS", help="Sleep so long in place of a training step, and compare with data that is there already."
+        ),
+    ] = None,
 ) -> None:
     """Measure how fast batches come out of your videos.
 
@@ -187,7 +206,7 @@ def command(
         stride=stride, transform=transform, size=size, batch=batch, device=device, decoder=decoder, threads=threads,
         cpu_workers=_number_or_name(cpu_workers),
         sampling=sampling, cache=cache, cache_gib=cache_gib, seed=seed, plot=plot, report=report,
-        live=live,
+        live=live, headspace=headspace,
     )  # fmt: skip
     result = bench(config)
     if as_json:
@@ -199,6 +218,18 @@ def command(
 def _number_or_name(text: str | None) -> Any:
     """A number, or what the configuration is to make of it."""
     return int(text) if text is not None and text.isdecimal() else text
+
+
+def _headspace_facts(found: dict[str, Any] | None) -> list[tuple[str, str]]:
+    if found is None:
+        return []
+    loader, cached, stand_in = (1000 * found[f"{name}_seconds"] for name in ("loader_step", "cached_step", "stand_in"))
+    return [
+        ("step with the loader", f"{loader:.1f} ms, mean of {found['steps']}"),
+        ("step with data that is there", f"{cached:.1f} ms, {found['cached_batches']} batches replayed, "
+         f"{size_text(found['cached_bytes'])}"),
+        ("data costs", f"{found['cost_percent']:.1f} % of a step that sleeps {stand_in:g} ms in place of training"),
+    ]  # fmt: skip
 
 
 def _say_report(report: dict[str, Any]) -> None:
@@ -230,6 +261,7 @@ def _say_report(report: dict[str, Any]) -> None:
         ("  of it torch's", size_text(use["peak_torch_bytes"])),
         ("substituted", m["substituted"]),
         ("limit", m["limit"]),
+        *_headspace_facts(report["headspace"]),
     ])  # fmt: skip
     if m["batches"] < _FEW_BATCHES:
         start = "" if m["warmup_batches"] else ", and the start, which --warmup leaves out, is among them"

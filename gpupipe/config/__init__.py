@@ -20,7 +20,7 @@ from gpupipe.config.batch import BatchConfig, BucketsConfig
 from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
 from gpupipe.config.source import FilterConfig, SourceConfig
-from gpupipe.config.stage import Misfit, PathLike, StageConfig, names_only, whole_number
+from gpupipe.config.stage import UNBUILT, Misfit, PathLike, StageConfig, fits, whole_number
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
 
@@ -222,7 +222,13 @@ class LoaderConfig(StageConfig):
         "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
         "batch_size": "write batch=…",
         "timeout": "write timeout_seconds=…",
+        **dict.fromkeys(
+            ("data_pipeline", "gradient_accumulation"),
+            "it is of the layout with data_pipeline, which stands under tele_tron: or gpupipe:, see docs/configuration.md",
+        ),
+        **dict.fromkeys(("gpupipe", "tele_tron"), "it is the root of a file: give the file's path, config='run.yaml'"),
     }
+    unbuilt: ClassVar[dict[str, str]] = UNBUILT
 
     source: SourceConfig = SourceConfig()
     """Which files are videos, and where labels come from."""
@@ -267,13 +273,13 @@ class LoaderConfig(StageConfig):
     """Number of data-parallel ranks; None: found like ``rank``, from ``WORLD_SIZE``. All ranks get equally many batches:
     ``batch.last`` says how."""
 
-    @field_validator("batch", mode="before")
+    @field_validator("batch", mode="before", json_schema_input_type=Annotated[int, Field(ge=1)] | BatchConfig)
     @classmethod
     def _batch_of_size(cls, value: Any) -> Any:
         size = None if isinstance(value, bool) else whole_number(value)
         return value if size is None else {"size": size}
 
-    @field_validator("columns", mode="before")
+    @field_validator("columns", mode="before", json_schema_input_type=str | tuple[str, ...])
     @classmethod
     def _one_column(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) else value
@@ -304,23 +310,21 @@ class LoaderConfig(StageConfig):
                 merged[name] = kept | part
         return type(self)(**{name: getattr(self, name) for name in type(self).model_fields} | merged)
 
-    @model_validator(mode="after")
-    def _rank_exists(self) -> Self:
+    @fits
+    def _rank_exists(self) -> None:
         if self.rank is not None and self.world_size is not None and self.rank >= self.world_size:
             raise Misfit(f"rank={self.rank} needs world_size > {self.rank}, got {self.world_size}", fix="ranks count from 0")
-        return self
 
-    @model_validator(mode="after")
-    def _clips_differ(self) -> Self:
+    @fits
+    def _clips_differ(self) -> None:
         if self.clip.sampling == "uniform" and self.clip.clips_per_video > self.transform.crops:
             raise Misfit(
                 f"sampling='uniform' gives one clip of a video, not clips_per_video={self.clip.clips_per_video}",
                 fix="use sampling='regular' or 'stratified'",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _shapes_fit(self) -> Self:
+    @fits
+    def _shapes_fit(self) -> None:
         if self.batch.layout != "stack" and self.transform.mix is not None:
             raise Misfit(
                 f"transform.mix mixes clips of one shape, batch.layout={self.batch.layout!r} puts others side by side",
@@ -333,10 +337,9 @@ class LoaderConfig(StageConfig):
                 "transform.short_side is fixed, batch.buckets have several sizes",
                 fix="leave short_side out: it follows the size",
             )
-        return self
 
-    @model_validator(mode="after")
-    def _visits_fit_batches(self) -> Self:
+    @fits
+    def _visits_fit_batches(self) -> None:
         if self.batch.size % self.clip.clips_per_video:
             clips = self.clip.clips_per_video
             above = -(-self.batch.size // clips) * clips
@@ -350,7 +353,6 @@ class LoaderConfig(StageConfig):
                 f"clips_per_video={self.clip.clips_per_video} is no multiple of that",
                 fix=f"set clip.clips_per_video={self.transform.crops}, or a multiple",
             )
-        return self
 
     @classmethod
     def parse(cls, value: Self | dict[str, Any] | PathLike | None) -> Self:
@@ -363,24 +365,16 @@ class LoaderConfig(StageConfig):
 
     @classmethod
     def from_yaml(cls, path: PathLike) -> Self:
-        """Reads a configuration written by :meth:`to_yaml` or by hand.
+        """Reads a configuration written by :meth:`to_yaml` or by hand: these fields, as the whole file or below a key
+        ``gpupipe``, or the layout of :mod:`gpupipe.config.teletron` below ``tele_tron`` or ``gpupipe``.
 
         Raises:
-            ConfigError: when the file cannot be read, is not a YAML mapping, or has an unknown or bad field.
+            ConfigError: when the file cannot be read, is not a YAML mapping, or has unknown or bad fields: ``faults`` has each
+                of them.
         """
-        import yaml
+        from gpupipe.config.document import read
 
-        from gpupipe.config.distinct import DistinctLoader
-
-        try:
-            values = yaml.load(Path(path).read_text(encoding="utf-8"), DistinctLoader)
-        except (OSError, ValueError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read the configuration {path}: {error}", fix="give a readable YAML file") from error
-        if not isinstance(values, dict | None):
-            raise ConfigError(
-                f"{path} holds a {type(values).__name__}, not a mapping of stage names", fix="see samples/loader.yaml"
-            )
-        return cls(**names_only(values or {}, str(path)))
+        return read(path, cls).told()
 
     def to_yaml(self, path: PathLike) -> None:
         """Writes all fields, defaults included, so that the file records the run; but not ``rank`` and ``world_size``, which

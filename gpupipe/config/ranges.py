@@ -60,26 +60,38 @@ Part = Annotated[float, Field(gt=0, le=1)]
 Ratio = Annotated[float, Field(ge=1e-4, le=1e4)]
 
 Factor = Annotated[float, Field(ge=0, le=1000)]
-FactorRange = Annotated[tuple[Factor, Factor], BeforeValidator(_around_one)]
-"""Range of a factor; one number b means [max(0, 1 - b), 1 + b]."""
-HueRange = Annotated[
-    tuple[Annotated[float, Field(ge=-0.5, le=0.5)], Annotated[float, Field(ge=-0.5, le=0.5)]], BeforeValidator(_around_zero)
+FactorRange = Annotated[
+    tuple[Factor, Factor], BeforeValidator(_around_one, json_schema_input_type=Factor | tuple[Factor, Factor])
 ]
+"""Range of a factor; one number b means [max(0, 1 - b), 1 + b]."""
+Turn = Annotated[float, Field(ge=-0.5, le=0.5)]
+HueRange = Annotated[tuple[Turn, Turn], BeforeValidator(_around_zero, json_schema_input_type=Turn | tuple[Turn, Turn])]
 """Range of a turn of the hue, in whole turns; one number h means [-h, h]."""
 Degrees = Annotated[float, Field(ge=-360, le=360)]
-DegreeRange = Annotated[tuple[Degrees, Degrees], BeforeValidator(_around_zero)]
+DegreeRange = Annotated[
+    tuple[Degrees, Degrees], BeforeValidator(_around_zero, json_schema_input_type=Degrees | tuple[Degrees, Degrees])
+]
 """Range of an angle in degrees; one number d means [-d, d]."""
 Shear = Annotated[float, Field(ge=-89, le=89)]
-ShearRange = Annotated[tuple[Shear, Shear, Shear, Shear], BeforeValidator(_shears)]
+ShearRange = Annotated[
+    tuple[Shear, Shear, Shear, Shear],
+    BeforeValidator(_shears, json_schema_input_type=Shear | tuple[Shear, Shear] | tuple[Shear, Shear, Shear, Shear]),
+]
 """Ranges of the shears along x and y in degrees, (low x, high x, low y, high y)."""
 Sigma = Annotated[float, Field(ge=1e-3, le=1e4)]
-SigmaRange = Annotated[tuple[Sigma, Sigma], BeforeValidator(_twice)]
-SpeedRange = Annotated[
-    tuple[Annotated[float, Field(ge=1 / 64, le=64)], Annotated[float, Field(ge=1 / 64, le=64)]], BeforeValidator(_twice)
+SigmaRange = Annotated[tuple[Sigma, Sigma], BeforeValidator(_twice, json_schema_input_type=Sigma | tuple[Sigma, Sigma])]
+Speed = Annotated[float, Field(ge=1 / 64, le=64)]
+SpeedRange = Annotated[tuple[Speed, Speed], BeforeValidator(_twice, json_schema_input_type=Speed | tuple[Speed, Speed])]
+Color = Annotated[
+    tuple[Share, Share, Share], BeforeValidator(_three_times, json_schema_input_type=Share | tuple[Share, Share, Share])
 ]
-Color = Annotated[tuple[Share, Share, Share], BeforeValidator(_three_times)]
 """R, G and B in [0, 1]; one number means a grey."""
-Spread = Annotated[tuple[Deviation, Deviation, Deviation], BeforeValidator(_three_times)]
+Spread = Annotated[
+    tuple[Deviation, Deviation, Deviation],
+    BeforeValidator(_three_times, json_schema_input_type=Deviation | tuple[Deviation, Deviation, Deviation]),
+]
 """Positive values for R, G and B; one number stands for all three."""
-Values = Annotated[tuple[float, float, float], BeforeValidator(_three_times)]
+Values = Annotated[
+    tuple[float, float, float], BeforeValidator(_three_times, json_schema_input_type=float | tuple[float, float, float])
+]
 """One value for each channel; one number stands for all three."""

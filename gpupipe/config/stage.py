@@ -6,15 +6,25 @@ import difflib
 import operator
 import os
 import re
-from collections.abc import Iterator
+import reprlib
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator, model_validator
 
-from gpupipe.errors import ConfigError
+from gpupipe.errors import ConfigError, Fault
 
 PathLike = str | os.PathLike[str]
 Model = TypeVar("Model", bound="StageConfig")
+
+UNBUILT: dict[str, str] = {
+    "optical_flow": "a model for it can run on batch['video'] in the training step, or on each clip in VideoLoader(after=…)",
+    "cuda_graph": "capture the training step itself with torch.cuda.make_graphed_callables, and copy batches in",
+    "mixed_precision": "use torch.autocast in the training step; transform.dtype is the type of the batch",
+    "recompute": "use torch.utils.checkpoint in the model",
+    "memory": "jitter.max_gib and cache.clips_gib bound what a loader holds, micro-batches follow the memory that is free",
+}
+"""Parts of a training system that files name and gpupipe does not have, and what to do without."""
 
 
 class StageConfig(BaseModel):
@@ -25,6 +35,8 @@ class StageConfig(BaseModel):
     """How its mapping is written, where that is not plain from the names."""
     elsewhere: ClassVar[dict[str, str]] = {}
     """What to write for names that other libraries have, or that belong to another place."""
+    unbuilt: ClassVar[dict[str, str]] = {}
+    """What to do without parts that are planned, by their names."""
 
     def __init__(self, **values: Any) -> None:
         for name, value in values.items():
@@ -43,6 +55,22 @@ class StageConfig(BaseModel):
         if _has_bool(value) and not kinds.isdisjoint((int, float)) and bool not in kinds:
             raise ValueError("Input should be a number, not true or false (in YAML yes, no, on and off are these)")
         return value
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        """All checks that :func:`fits` marks, so that what one finds hides nothing of the others."""
+        stages = [kind for kind in type(self).__mro__ if issubclass(kind, StageConfig)]
+        found = []
+        for check in [check for kind in reversed(stages) for check in vars(kind).values() if getattr(check, "_fits", False)]:
+            try:
+                check(self)
+            except ValueError as error:
+                found.append(error)
+        if len(found) > 1:
+            raise Misfits(found)
+        if found:
+            raise found[0]
+        return self
 
     @classmethod
     def parse(cls, value: Self | dict[str, Any] | None) -> Self:
@@ -69,6 +97,36 @@ class Misfit(ValueError):
     def __init__(self, message: str, *, fix: str) -> None:
         super().__init__(message)
         self.fix = fix
+
+
+class Misfits(ValueError):
+    """Several of these at once."""
+
+    def __init__(self, errors: list[ValueError]) -> None:
+        super().__init__("; ".join(map(str, errors)))
+        self.errors = errors
+
+
+Check = TypeVar("Check", bound=Callable[[Any], None])
+
+
+def fits(check: Check) -> Check:
+    """Marks a method of a stage that holds its fields against each other and raises ValueError where they do not fit."""
+    check._fits = True  # type: ignore[attr-defined]
+    return check
+
+
+class _Short(reprlib.Repr):
+    """Values as errors show them: a few lines of YAML can stand for gigabytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 20
+        self.maxstring = self.maxother = 200
+
+
+_shown = _Short().repr
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -98,35 +156,50 @@ def names_only(values: dict[Any, Any], where: str) -> dict[str, Any]:
 
 def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
     """Turns pydantic's report into one sentence a field, with the nearest name for an unknown key."""
-    problems = []
-    fix = None
-    for item in error.errors():
-        # After the field's own name only positions: names there are those of the kinds of value that it may have.
-        place = [str(part) for k, part in enumerate(item["loc"]) if k == 0 or isinstance(part, int)]
-        where = ".".join(place) or model.__name__
-        cause = item.get("ctx", {}).get("error")
-        if isinstance(cause, ConfigError):  # a nested stage has already explained itself
-            problems.append(cause.message)
-            fix = fix or cause.fix
-        elif item["type"] == "extra_forbidden":
-            hint, way_out = _right_name(model, str(item["loc"][-1]))
-            problems.append(f"unknown key {where!r} in {model.__name__}{hint}")
-            fix = fix or way_out
-        elif item["type"] in ("model_type", "model_attributes_type", "dict_type") and (inner := _stage_at(model, item["loc"])):
-            problems.append(f"{model.__name__}.{where} takes a mapping of its fields (got {item['input']!r})")
-            shown = f"write {where}={inner.example}; " if inner.example else ""
-            fix = fix or f"{shown}its fields are {', '.join(inner.model_fields)}"
-        else:
-            if item["type"] == "literal_error" and isinstance(item["input"], str):
-                known = re.findall(r"'([^']*)'", item["ctx"]["expected"])
-                close = difflib.get_close_matches(item["input"], known, n=1, cutoff=0.5)
-                item["msg"] += f"; did you mean {close[0]!r}?" if close else ""
-            whole = where == model.__name__  # the input of such a fault is the mapping of all fields
-            given = "" if item["type"] == "missing" or whole else f" (got {item['input']!r})"
-            name = model.__name__ if where == model.__name__ else f"{model.__name__}.{where}"
-            problems.append(f"{name}: {item['msg'].removeprefix('Value error, ')}{given}")
-            fix = fix or (cause.fix if isinstance(cause, Misfit) else None)
-    return ConfigError("; ".join(problems), fix=fix or _meaning(model, error.errors()[0]["loc"]))
+    faults = [fault for item in error.errors() for fault in _faults(model, dict(item))]
+    fix = next((fault.fix for fault in faults if fault.fix), None)
+    whole = tuple(Fault(fault.place, fault.message, fault.fix or _meaning(model, fault.place)) for fault in faults)
+    message = "; ".join(fault.message for fault in faults)
+    return ConfigError(message, fix=fix or _meaning(model, error.errors()[0]["loc"]), faults=whole)
+
+
+def _faults(model: type[BaseModel], item: dict[str, Any]) -> Iterator[Fault]:
+    """What one item of pydantic's report comes to."""
+    # After the field's own name only positions: names there are those of the kinds of value that it may have.
+    place = tuple(str(part) for k, part in enumerate(item["loc"]) if k == 0 or isinstance(part, int))
+    where = ".".join(place) or model.__name__
+    cause = item.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # a nested stage has already explained itself
+        for fault in cause.faults or (Fault((), cause.message, cause.fix),):
+            yield Fault(place + fault.place, fault.message, fault.fix)
+    elif isinstance(cause, Misfits):
+        for each in cause.errors:
+            yield from _faults(model, {**item, "msg": str(each), "ctx": {"error": each}})
+    elif item["type"] == "extra_forbidden":
+        yield Fault(place, *_stranger(model, where, str(item["loc"][-1])))
+    elif item["type"] in ("model_type", "model_attributes_type", "dict_type") and (inner := stage_at(model, item["loc"])):
+        shown = f"write {where}={inner.example}; " if inner.example else ""
+        message = f"{model.__name__}.{where} takes a mapping of its fields (got {_shown(item['input'])})"
+        yield Fault(place, message, f"{shown}its fields are {', '.join(inner.model_fields)}")
+    else:
+        message = item["msg"].removeprefix("Value error, ")
+        if item["type"] == "literal_error" and isinstance(item["input"], str):
+            known = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+            close = difflib.get_close_matches(item["input"], known, n=1, cutoff=0.5)
+            message += f"; did you mean {close[0]!r}?" if close else ""
+        whole = where == model.__name__  # the input of such a fault is the mapping of all fields
+        given = "" if item["type"] == "missing" or whole else f" (got {_shown(item['input'])})"
+        name = model.__name__ if whole else f"{model.__name__}.{where}"
+        yield Fault(place, f"{name}: {message}{given}", cause.fix if isinstance(cause, Misfit) else None)
+
+
+def _stranger(model: type[BaseModel], where: str, name: str) -> tuple[str, str | None]:
+    """(what is wrong, what to do) with a key that a model does not have."""
+    unbuilt = model.unbuilt.get(name) if issubclass(model, StageConfig) else None
+    if unbuilt is not None:
+        return f"{where!r} is not built yet", f"leave it out: {unbuilt}"
+    hint, way_out = _right_name(model, name)
+    return f"unknown key {where!r} in {model.__name__}{hint}", way_out
 
 
 def _stages(annotation: Any) -> Iterator[type[StageConfig]]:
@@ -137,7 +210,8 @@ def _stages(annotation: Any) -> Iterator[type[StageConfig]]:
         yield from _stages(part)
 
 
-def _stage_at(model: type[BaseModel], place: tuple[int | str, ...]) -> type[StageConfig] | None:
+def stage_at(model: type[BaseModel], place: tuple[int | str, ...]) -> type[StageConfig] | None:
+    """The stage that a field of a model takes."""
     field = model.model_fields.get(str(place[0])) if place else None
     return next(_stages(field.annotation), None) if field is not None else None
 

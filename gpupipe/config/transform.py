@@ -17,7 +17,7 @@ from gpupipe.config.augment import (
 )
 from gpupipe.config.presets import preset
 from gpupipe.config.ranges import Color, Part, Ratio, Share, Spread, ascending
-from gpupipe.config.stage import Misfit, StageConfig, whole_number
+from gpupipe.config.stage import Misfit, StageConfig, fits, whole_number
 from gpupipe.errors import ConfigError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -169,7 +169,7 @@ class TransformConfig(StageConfig):
     def _torch_format(cls, value: Any) -> Any:
         return str(value).removeprefix("torch.")
 
-    @field_validator("size", mode="before")
+    @field_validator("size", mode="before", json_schema_input_type=Side | tuple[Side, Side])
     @classmethod
     def _square(cls, value: Any) -> Any:
         if isinstance(value, bool):
@@ -177,8 +177,8 @@ class TransformConfig(StageConfig):
         number = whole_number(value)
         return value if number is None else (number, number)
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
+    @fits
+    def _fits_together(self) -> None:
         for name in ("scale", "ratio"):
             ascending(name, getattr(self, name))
         if isinstance(self.short_side, tuple):
@@ -201,10 +201,9 @@ class TransformConfig(StageConfig):
         value = self.erasing.value if self.erasing is not None else ()
         if self.dtype == "uint8" and (value == "random" or not all(0 <= v <= 255 for v in value)):
             raise ValueError(f"erasing.value={value!r} does not fit dtype='uint8'")
-        return self
 
-    @model_validator(mode="after")
-    def _values_fit_the_dtype(self) -> Self:
+    @fits
+    def _values_fit_the_dtype(self) -> None:
         most = _GREATEST.get(self.dtype, math.inf)
         for mean, std in zip(self.mean, self.std, strict=True):
             if max(abs(0 - mean), abs(1 - mean)) / std > most:
@@ -218,10 +217,8 @@ class TransformConfig(StageConfig):
                     f"erasing.value={value:g} is beyond {most:g}, the greatest of dtype={self.dtype!r}",
                     fix="give it in the clip's own values: 0 is the mean colour",
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _draws_that_make_sense(self) -> Self:
+    @fits
+    def _draws_that_make_sense(self) -> None:
         if self.draws == "frame" and self.crop == "three":
             raise ConfigError("draws='frame' and crop='three' exclude each other", fix="draw per clip")
-        return self

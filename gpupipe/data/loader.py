@@ -22,6 +22,7 @@ from gpupipe.config import (
     TransformConfig,
 )
 from gpupipe.config.stage import whole_number
+from gpupipe.data import headspace
 from gpupipe.data import state as states
 from gpupipe.data.bytes import settings as remote
 from gpupipe.data.cache import ClipCache
@@ -285,7 +286,7 @@ class VideoLoader:
 
     def __len__(self) -> int:
         """Batches in the next epoch of this rank; an upper bound where ``on_bad_file`` is ``skip``. Epochs differ only where
-        batches are planned from shapes (``batch.buckets``). An epoch that is taken up within has those that are left of them.
+        batches are planned from shapes (``batch.buckets``). Of a whole epoch: one that is taken up within gives fewer.
 
         Raises:
             TypeError: with ``repeat``, where there is no end, and with ``batch.micro_size="auto"``.
@@ -329,6 +330,40 @@ class VideoLoader:
             OpenError, DecodeError, GraphError: when the clip cannot be made; the file is named.
         """
         return replay(self._job, record)
+
+    def cached(self, batches: int, *, steps: int | None = None) -> headspace.CachedBatches:
+        """The next batches, taken once and then handed out again and again: headspace, the pace of a loop whose data is free::
+
+            with loader.cached(8, steps=500) as batches:
+                for batch in batches:  # the same loop as over the loader
+                    train(batch)
+
+        They are taken before this returns, which ends the loader's iterator and its threads, so that nothing competes with the
+        loop; iterating the loader starts them again. Where the run stands does not change: the next ``iter()`` begins where it
+        would have. ``stats()`` counts these batches too. On the device they hold ``batches`` times the memory of one, until
+        they are closed.
+
+        Args:
+            batches: how many; of parts of steps (``batch.micro_size``) some more, to end with a whole step.
+            steps: how many an iteration hands out; None: it has no end.
+
+        Raises:
+            ConfigError: for numbers below 1.
+            DeviceMemoryError: when they do not fit the memory that is free.
+            GpupipeError: what iterating the loader raises.
+        """
+        if os.getpid() != self._owner:
+            raise forked()
+        refuse_inside(self._job, "cached() of a VideoLoader")
+        number, length = headspace.whole(batches, "batches"), None if steps is None else headspace.whole(steps, "steps")
+        why = "cached() of its VideoLoader has ended it"
+        with self._run.aside():
+            self._end_iterator(why)
+            try:
+                taken = headspace.take(self, number, self.device)
+                return headspace.CachedBatches(taken, self.device, batch_size=self.batch_size, steps=length)
+            finally:
+                self._end_iterator(why)
 
     def stats(self) -> dict[str, Any]:
         """Counts and durations since the loader was made.

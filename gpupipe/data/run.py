@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from gpupipe.data import state as states
@@ -71,6 +72,16 @@ class Run:
             self.pipeline = Pipeline(self._job, self.groups(), start.epoch, resumed=start.within)
             self.next, self._received = Position(start.epoch + 1), start
             return self.pipeline, start
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around epochs that are no part of the run: behind it, it stands where it stood."""
+        with self.lock:
+            kept = self.next, self._received
+            try:
+                yield
+            finally:
+                self.next, self._received = kept
 
     def stop(self) -> None:
         """Ends the epoch at work and waits for its threads, which use the engines of the next one."""

@@ -67,7 +67,8 @@ class ClipDataset(Dataset[dict[str, Any]]):
     slower than the loader. ``video``, ``pts_seconds``, ``mask``, ``label`` and further columns are as in the loader's batches,
     without their leading dimension; text is ``str``. Random choices are keyed by (seed, epoch, k).
 
-    On the CPU it may be used in worker processes, also started by spawn.
+    On the CPU it may be used in worker processes. Fork them while no epoch is at work, since a lock that one of its threads
+    holds in native code stays taken in the child; or start them by spawn.
     """
 
     def __init__(
