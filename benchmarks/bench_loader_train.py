@@ -195,6 +195,13 @@ def prepare(options: argparse.Namespace) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def show(rows: list[Row]) -> None:
+    """All rows as a table on stderr, one line for each."""
+    for row in rows:
+        shown = f"{row.value:10.2f}  ({row.low:.2f} to {row.high:.2f})" if row.value is not None else f"failed: {row.error}"
+        print(f"{row.case:24} {row.metric:17} {row.subject:27} {shown}", file=sys.stderr)
+
+
 def main() -> None:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     command.add_argument("--cases", nargs="+", choices=[*STEPS, *train_lengths.CASES], default=DEFAULT_CASES)
@@ -228,10 +235,12 @@ def main() -> None:
     if not jobs:
         command.error("none of these subjects takes part in any of these cases")
 
+    def rows() -> list[Row]:
+        made = [row for job in jobs if job.seconds for row in job.rows(options.device)]
+        return sorted(made, key=lambda row: (options.cases.index(row.case), row.metric))
+
     def write() -> Path:  # after each job: what was measured is not lost when a later one takes too long
-        rows = [row for job in jobs if job.seconds for row in job.rows(options.device)]
-        rows.sort(key=lambda row: options.cases.index(row.case))
-        return write_results("loader_train", rows, facts, options.out, keep_other_cases=options.append)
+        return write_results("loader_train", rows(), facts, options.out, keep_other_cases=options.append)
 
     with (
         tempfile.TemporaryDirectory() as cache
@@ -239,6 +248,7 @@ def main() -> None:
         os.environ["GPUPIPE_CACHE"] = cache
         prepare(options)
         take_turns(jobs, options, write)
+    show(rows())
     print(write())
 
 
