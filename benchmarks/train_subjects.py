@@ -149,6 +149,13 @@ class _Stream(IterableDataset[torch.Tensor]):
         return self._batches()
 
 
+def gpupipe_indexed(case: Case, draws: Sequence[Draw], device: torch.device) -> Gpupipe:
+    """gpupipe in a later epoch: links to one file go under one name, so that its index is there from the first visit on."""
+    names: dict[int, str] = {}
+    visits = [Draw(names.setdefault(Path(visit.path).stat().st_ino, visit.path), visit.start) for visit in draws]
+    return Gpupipe(case, visits, device, {})
+
+
 def torchcodec_workers(case: Case, draws: Sequence[Draw], device: torch.device) -> Workers:
     return Workers(case, draws, device, functools.partial(torchcodec_clip, case, "cpu", fair_seek(case, draws[0])))
 
@@ -175,6 +182,7 @@ def pyav_workers(case: Case, draws: Sequence[Draw], device: torch.device) -> Wor
 SUBJECTS: dict[str, Maker] = {
     "headspace": Headspace,
     "gpupipe": gpupipe(),
+    "gpupipe-indexed": gpupipe_indexed,
     "torchcodec-dataloader": torchcodec_workers,
     "torchcodec-dataloader-cuda": torchcodec_cuda,
     "pynvvideocodec-dataloader": pynvvideocodec_threads,

@@ -113,7 +113,7 @@ def test_padding_is_not_pooled() -> None:
     assert torch.allclose(seen[0], seen[1], atol=1e-5)
 
 
-@pytest.mark.parametrize("subject", ["headspace", "gpupipe", "pyav-dataloader"])
+@pytest.mark.parametrize("subject", ["headspace", "gpupipe", "gpupipe-indexed", "pyav-dataloader"])
 def test_each_subject_owes_the_same_first_batch(subject: str, draws: Sequence[loader_cases.Draw]) -> None:
     session = train_subjects.SUBJECTS[subject](TINY, draws, CPU)
     try:
