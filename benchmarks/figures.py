@@ -24,11 +24,20 @@ _LONGEST = 60
 """Characters of an error in a table."""
 LEFT_OUT = ("first_batch_ms", "cpu_ms_per_clip")
 """Metrics that only the result files tell."""
+LIMITS = ("limit", "headspace")
+"""Subjects that are no loaders: what the hardware allows, and the loop whose data is free."""
+WITHOUT_LIMIT = ("wait_ms_p99",)
+"""Metrics whose limit is nothing."""
+NOTES = {
+    "loader_train": "The limit is `headspace`, the same loop over batches that are on the device already. The GPU counts as\n"
+    "idle while nothing of the training step runs on it."
+}
+"""What belongs below the table of a benchmark."""
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 
 
 def is_peer(subject: str) -> bool:
-    return subject != "limit" and subject != "gpupipe" and not subject.startswith("gpupipe-")
+    return subject not in LIMITS and subject != "gpupipe" and not subject.startswith("gpupipe-")
 
 
 def number(value: float) -> str:
@@ -52,21 +61,29 @@ def compare(rows: list[dict[str, Any]]) -> list[str]:
     for (_, metric), subjects in groups.items():
         if metric in LEFT_OUT or not any(is_peer(name) for name in subjects):
             continue
-        lines += [line(row, subjects) for name, row in sorted(subjects.items()) if name != "limit" and not is_peer(name)]
+        lines += [line(row, subjects) for name, row in sorted(subjects.items()) if name not in LIMITS and not is_peer(name)]
     return lines
+
+
+def quotient(own: dict[str, Any], other: dict[str, Any]) -> float | None:
+    """How many times as well ``own`` did as ``other``; None where one has no value or the divisor is 0."""
+    above, below = (own["value"], other["value"]) if own["better"] == "higher" else (other["value"], own["value"])
+    return above / below if above is not None and below else None
 
 
 def line(own: dict[str, Any], subjects: dict[str, dict[str, Any]]) -> str:
     """The table line of one row of ours, against the best peer and the limit among ``subjects``."""
-    limit = subjects.get("limit")
+    limit = next((subjects[name] for name in LIMITS if name in subjects and own["metric"] not in WITHOUT_LIMIT), None)
     peers = [row for name, row in subjects.items() if is_peer(name) and row["value"] is not None]
     higher = own["better"] == "higher"
     best = (max if higher else min)(peers, key=lambda row: row["value"], default=None)
     ratio = share = "–"
-    if own["value"] is not None and best is not None:
-        ratio = f"{own['value'] / best['value'] if higher else best['value'] / own['value']:.2f}x"
-    if own["value"] is not None and limit is not None and limit["value"] is not None:
-        share = f"{100 * (own['value'] / limit['value'] if higher else limit['value'] / own['value']):.0f} %"
+    if best is not None:
+        over = quotient(own, best)
+        ratio = "–" if over is None else f"{over:.2f}x"
+    if limit is not None:
+        over = quotient(own, limit)
+        share = "–" if over is None else f"{100 * over:.0f} %"
     peer = f"{best['subject']}: {cell(best)}" if best else "all failed"
     variant = "" if own["subject"] == "gpupipe" else f"{own['subject'].removeprefix('gpupipe-')}: "
     return f"| {own['case']} | {own['metric']} | {variant}{cell(own)} | {peer} | {ratio} | {share} |"
@@ -85,6 +102,7 @@ def section(folder: Path = RESULTS) -> str:
             f"**{data['benchmark']}** (`benchmarks/results/{path.name}`, {data['created'][:10]}; {facts})\n\n"
             "| case | metric | gpupipe | best peer | gpupipe against it | of the limit |\n|---|---|---|---|---|---|\n"
             + "\n".join(lines)
+            + (f"\n\n{NOTES[data['benchmark']]}" if data["benchmark"] in NOTES else "")
         )
     if not parts:
         return "No results are committed yet.\n"

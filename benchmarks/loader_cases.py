@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import shutil
@@ -142,12 +143,19 @@ def finish(frames: torch.Tensor, case: Case, device: torch.device) -> torch.Tens
     frames = frames.to(device, non_blocking=True)
     side = min(frames.shape[-2:])
     top, left = (frames.shape[-2] - side) // 2, (frames.shape[-1] - side) // 2
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
+    mean, std = _normalisation(device)
     parts: list[torch.Tensor] = []
     for part in frames[..., top : top + side, left : left + side].split(_AT_ONCE):  # type: ignore[no-untyped-call]
         small = F.interpolate(part.float() / 255, (case.size, case.size), mode="bilinear", antialias=True, align_corners=False)
         parts.append(((small - mean) / std).to(torch.bfloat16))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(0, 1)
+
+
+@functools.cache
+def _normalisation(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation (3, 1, 1), uploaded once: an upload waits for all that is on the stream before it."""
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (MEAN, STD))
+    return mean, std
 
 
 def decode_cpu(path: str, wanted: Sequence[int]) -> torch.Tensor:

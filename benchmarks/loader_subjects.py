@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -93,15 +94,17 @@ class Threaded:
 
 def torchcodec(case: Case, draws: Sequence[Draw], device: torch.device, threads: int, where: str, seek: str) -> Threaded:
     """A new VideoDecoder a visit; on CUDA the library keeps NVDEC sessions of its own from one to the next."""
+    return Threaded(case, draws, device, threads, functools.partial(torchcodec_clip, case, where, seek))
+
+
+def torchcodec_clip(case: Case, where: str, seek: str, visit: Draw) -> torch.Tensor:
+    """(T, 3, H, W) uint8 RGB of a visit, on the device ``where``."""
     from torchcodec.decoders import VideoDecoder
 
-    def decode(visit: Draw) -> torch.Tensor:
-        decoder = VideoDecoder(visit.path, device=where, seek_mode=seek)
-        stop = visit.start + (case.frames - 1) * case.stride + 1
-        frames: torch.Tensor = decoder.get_frames_in_range(visit.start, stop, case.stride).data
-        return frames
-
-    return Threaded(case, draws, device, threads, decode)
+    decoder = VideoDecoder(visit.path, device=where, seek_mode=seek)
+    stop = visit.start + (case.frames - 1) * case.stride + 1
+    frames: torch.Tensor = decoder.get_frames_in_range(visit.start, stop, case.stride).data
+    return frames
 
 
 def pynvvideocodec(case: Case, draws: Sequence[Draw], device: torch.device, threads: int) -> Threaded:
@@ -128,7 +131,12 @@ def pynvvideocodec(case: Case, draws: Sequence[Draw], device: torch.device, thre
 
 
 def pyav(case: Case, draws: Sequence[Draw], device: torch.device, threads: int) -> Threaded:
-    return Threaded(case, draws, device, threads, lambda visit: decode_cpu(visit.path, indices(case, visit.start)))
+    return Threaded(case, draws, device, threads, functools.partial(pyav_clip, case))
+
+
+def pyav_clip(case: Case, visit: Draw) -> torch.Tensor:
+    """(T, 3, H, W) uint8 RGB of a visit."""
+    return decode_cpu(visit.path, indices(case, visit.start))
 
 
 def decord(case: Case, draws: Sequence[Draw], device: torch.device, threads: int) -> Threaded:

@@ -105,6 +105,15 @@ def test_figures_compare_with_the_best_peer() -> None:
     assert "a: 2.00 (2.00–2.00) | 0.50x | – |" in figures.compare(rows)[0]
 
 
+def test_headspace_is_a_limit_and_no_peer() -> None:
+    rows = [row("gpupipe", 4.0, better="lower"), row("headspace", 3.0, better="lower"), row("peer", 8.0, better="lower")]
+    assert figures.compare(rows) == ["| x | m | 4.00 (4.00–4.00) | peer: 8.00 (8.00–8.00) | 2.00x | 75 % |"]
+    waits = [{**each, "metric": "wait_ms_p99"} for each in rows]
+    assert figures.compare(waits)[0].endswith("| 2.00x | – |"), "a loop that never waits is no measure of waiting"
+    rows[0] = row("gpupipe", 0.0, better="lower")
+    assert figures.compare(rows)[0].endswith("| – | – |"), "nothing is divided by nothing"
+
+
 def test_figures_do_not_hide_a_failure() -> None:
     assert "| failed | peer: 2.00 (2.00–2.00) | – | – |" in figures.compare([row("gpupipe", None), row("peer", 2.0)])[0]
     assert "| all failed | – | – |" in figures.compare([row("gpupipe", 2.0), row("peer", None)])[0]
@@ -226,12 +235,14 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("script", "options"),
     [
         ("bench_transform", ["--quick"]),
         ("bench_beside", ["--quick"]),
         ("bench_jitter", ["--quick"]),
+        ("bench_loader_train", ["--quick"]),
         ("bench_ops", ["--quick"]),
         ("bench_block", ["--quick"]),
         (
