@@ -16,8 +16,12 @@ from gpupipe.data.decode import DecodeEngine, Fallbacks, engine, lanes
 from gpupipe.data.decode.lanes import give_back, take
 from gpupipe.errors import DeviceMemoryError
 from gpupipe.telemetry import Telemetry
+from gpupipe.types import PlaneFormat, Planes
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+PLANES = Planes(torch.zeros(1, 6, 4, dtype=torch.uint8), PlaneFormat(4, 4, 2, 2, interleaved=True))
 
 
 class FakeLane:
@@ -36,11 +40,11 @@ class FakeLane:
     def nvdec(self, keep: int) -> SimpleNamespace:
         return SimpleNamespace(created=0, decode=self._decode)
 
-    def _decode(self, *_: object) -> str:
+    def _decode(self, *_: object) -> Planes:
         if self.failures:
             self.failures -= 1
             raise DeviceMemoryError("no memory", fix="free some")
-        return "planes"
+        return PLANES
 
     def close(self) -> None:
         self.closed += 1
@@ -105,7 +109,7 @@ def test_an_engine_is_usable_after_its_end() -> None:
 def test_idle_decoders_make_room_for_a_decode(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "choose", lambda *_: engine.Choice("nvdec", None))
     index = SimpleNamespace(info=SimpleNamespace(path="a.mp4"))
-    plan = SimpleNamespace(packets=1, frames=[0])
+    plan = SimpleNamespace(packets=1, frames=[0], packet_bytes=lambda _: 5)
     idle, mine = take(FIRST), take(FIRST)
     give_back(idle)
     give_back(mine)
@@ -116,7 +120,7 @@ def test_idle_decoders_make_room_for_a_decode(monkeypatch: pytest.MonkeyPatch) -
     assert idle.closed == 1, "freed before the second try"  # type: ignore[attr-defined]
     give_back(take(SECOND))
     mine.failures = 1  # type: ignore[attr-defined]
-    assert one.decode(index, plan) == ("planes", "nvdec")  # type: ignore[arg-type, comparison-overlap]
+    assert one.decode(index, plan) == (PLANES, "nvdec")  # type: ignore[arg-type]
     mine.failures = 1  # type: ignore[attr-defined]
     with pytest.raises(DeviceMemoryError):  # nothing idle is left, so that a second try would be in vain
         one.decode(index, plan)  # type: ignore[arg-type]
