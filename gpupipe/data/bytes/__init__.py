@@ -13,6 +13,7 @@ from typing import BinaryIO
 from gpupipe.data.bytes import name
 from gpupipe.data.bytes.file import Identity, VideoFile
 from gpupipe.data.bytes.local import LocalFile
+from gpupipe.data.bytes.place import place_of
 from gpupipe.data.bytes.stream import ByteStream
 from gpupipe.errors import GpupipeError
 
@@ -26,20 +27,7 @@ def open_file(path: str) -> VideoFile:
         OpenError: when it is not there or may not be read.
         DeviceError: when a package that the store needs is not there, or the process may open no more files.
     """
-    if path.startswith(name.HELD):
-        from gpupipe.data.bytes import held
-
-        return held.open_held(path)
-    path = name.plain(path)
-    if name.member_of(path) is not None:
-        from gpupipe.data.bytes import shard
-
-        return shard.open_member(path)
-    if name.scheme(path):
-        from gpupipe.data.bytes import remote
-
-        return remote.RemoteFile(path)
-    return LocalFile(path)
+    return place_of(path).open()
 
 
 def open_stream(path: str) -> BinaryIO:

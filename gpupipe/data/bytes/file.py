@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
-from gpupipe.data.bytes import name
-
 
 @dataclass(frozen=True, slots=True)
 class Identity:
@@ -30,23 +28,9 @@ class Identity:
             OpenError: when it is missing, not a regular file, or may not be read.
             DeviceError: when a package that the store needs is not there, or the process may open no more files.
         """
-        # The places make identities, so they are imported here.
-        if path.startswith(name.HELD):
-            from gpupipe.data.bytes import held
+        from gpupipe.data.bytes.place import place_of  # the places make identities
 
-            return held.identity(path)
-        path = name.plain(path)
-        if name.member_of(path) is not None:
-            from gpupipe.data.bytes import shard
-
-            return shard.identity(path)
-        if name.scheme(path):
-            from gpupipe.data.bytes import remote
-
-            return remote.identity(path)
-        from gpupipe.data.bytes import local
-
-        return local.identity(path)
+        return place_of(path).identity()
 
     def as_dict(self) -> dict[str, Any]:
         """Its fields, as JSON has them; without a tag that is empty, as they were stored before there were tags."""
