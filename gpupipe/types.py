@@ -315,6 +315,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
             tells which slots have stand-ins: 0 is the sample itself.
         state: what ``state_dict()`` of the loader gives once this batch is the last one received: for trainers that ask for
             a batch before they have used the one before it. Empty in a batch that no loader made.
+        lengths: tokens of each packed clip, on the host: ``max(batch.lengths)`` is what variable-length attention asks for.
         part: (number, of how many), where steps are handed out in parts (``batch.micro_size``).
         share: of the step's clips, that are in this part: times the mean loss of the part it adds up to that of the step.
     """
@@ -330,6 +331,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         mix: MixParams | None = None,
         substituted: tuple[str, ...] = (),
         state: Mapping[str, Any] | None = None,
+        lengths: tuple[int, ...] = (),
         part: tuple[int, int] = (0, 1),
         share: float = 1.0,
     ) -> None:
@@ -344,6 +346,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
         self.mix = mix
         self.substituted = substituted
         self.state = dict(state or {})
+        self.lengths = lengths
         self.part = part
         self.share = share
 
@@ -362,7 +365,13 @@ class Batch(Mapping[str, "torch.Tensor"]):
         return self._tensors["video"]
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
-        """This batch with its tensors on another device and its attributes kept."""
+        """This batch with its tensors on another device and its attributes kept.
+
+        Raises:
+            TypeError: for a dtype: labels have one too.
+        """
+        if type(device).__name__ == "dtype":
+            raise TypeError("Batch.to() takes a device; for another type convert one tensor: batch.video.to(dtype)")
         moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()}
         return Batch(
             moved,
@@ -373,6 +382,7 @@ class Batch(Mapping[str, "torch.Tensor"]):
             mix=self.mix,
             substituted=self.substituted,
             state=self.state,
+            lengths=self.lengths,
             part=self.part,
             share=self.share,
         )
@@ -382,6 +392,8 @@ class Batch(Mapping[str, "torch.Tensor"]):
             return self._tensors[key]
         except KeyError:
             where = f" (the text of {key!r} is in batch.text[{key!r}])" if key in self.text else ""
+            if key == "label":
+                where = " (labels come from a column 'label', or with source={'label_from': 'folder'} from the folders)"
             raise KeyError(f"{key!r}: this batch has {', '.join(self._tensors)}{where}") from None
 
     def __iter__(self) -> Iterator[str]:
@@ -392,5 +404,9 @@ class Batch(Mapping[str, "torch.Tensor"]):
 
     def __repr__(self) -> str:
         parts = [f"{k}: {str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for k, t in self._tensors.items()]
-        device = self._tensors["video"].device if "video" in self._tensors else "?"
-        return f"Batch(epoch {self.epoch}, index {self.index}, {', '.join(parts)}, on {device})"
+        return f"Batch(epoch {self.epoch}, index {self.index}, {', '.join(parts)}, on {self.device or '?'})"
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where its tensors are; None for a batch without any."""
+        return next((tensor.device for tensor in self._tensors.values()), None)

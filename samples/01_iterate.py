@@ -3,7 +3,7 @@
     python samples/01_iterate.py path/to/videos
     python samples/01_iterate.py data/train.csv --device cpu
 
-VIDEOS is a file, a folder, a glob pattern, or a table (.csv, .jsonl) with a column "path".
+VIDEOS is a file, a folder, a glob pattern, or a table (.csv, .jsonl, .parquet) with a column "path".
 """
 
 import argparse

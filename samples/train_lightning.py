@@ -44,8 +44,11 @@ def main() -> None:
     options = parser.parse_args()
 
     folder = options.data or make_clips(Path("data"), train=10, val=2).folder
-    clips = {"clip": {"frames": 8, "stride": 2}, "transform": {"size": 56, "hflip": 0.0, "dtype": "float32"}, "batch": 8}
-    data = VideoDataModule(train={"videos": folder / "train.csv", **clips}, val={"videos": folder / "val.csv", **clips})
+    look = {"size": 56, "hflip": 0.0, "dtype": "float32"}
+    clips: dict[str, Any] = {"clip": {"frames": 8, "stride": 2}, "transform": look, "batch": 8}
+    val = {**clips, "videos": folder / "val.csv", "clip": {**clips["clip"], "sampling": "regular"}, "on_bad_file": "skip"}
+    val["transform"] = {**look, "crop": "none"}
+    data = VideoDataModule(train={"videos": folder / "train.csv", **clips}, val=val)
     checkpoints = ModelCheckpoint("lightning_out", save_last=True, every_n_train_steps=5)
     trainer = Trainer(max_epochs=options.epochs, devices=options.devices, callbacks=[checkpoints], logger=False)
     trainer.fit(Classifier(), datamodule=data, ckpt_path=options.resume)

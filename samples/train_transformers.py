@@ -35,7 +35,8 @@ def main() -> None:
     transform = {"size": options.size, "hflip": 0.0, "dtype": "float32", "layout": "NTCHW"}  # frames first, as VideoMAE has it
     clips = {"clip": {"frames": options.frames, "stride": 2}, "transform": transform, "device": str(args.device)}
     train = VideoLoader(folder / "train.csv", config=clips, batch=4)
-    val = VideoLoader(folder / "val.csv", config=clips, batch={"size": 4, "last": "partial"}, shuffle=False)
+    still = {**clips, "shuffle": False, "on_bad_file": "skip", "batch": {"size": 4, "last": "partial"}}
+    val = VideoLoader(folder / "val.csv", config=still, clip={"sampling": "regular"}, transform={"crop": "none"})
     shape = {"image_size": options.size, "num_frames": options.frames, "num_labels": 6}
     small = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
     if options.model:

@@ -134,6 +134,7 @@ def test_packed_tokens_are_what_a_patch_embedding_takes(folder: Path, layout: st
         for (sample, clip), video in clips_of(batch).items():
             assert torch.equal(video, alone[sample, clip]), "the same pixels as in a batch of its own"
             seen.add(sample)
+        assert list(batch.lengths) == batch["cu_seqlens"].diff().tolist()
         embedded = batch["tokens"] @ weight.flatten(1).T
         for row in range(len(batch.clips)):
             begin, end = batch["cu_seqlens"][row : row + 2].tolist()

@@ -275,7 +275,7 @@ def test_parts_differ_by_one_clip_at_most(rows: list[dict[str, Any]]) -> None:
     with VideoLoader(rows, **OPTIONS, batch=13) as loader:
         batch = next(iter(loader))
     for count in range(1, 14):
-        parts = Parts(batch, count, (1, 1, 1))
+        parts = Parts(batch, count)
         sizes = [len(parts.take().clips) for _ in range(count)]
         assert sum(sizes) == 13
         assert max(sizes) - min(sizes) <= 1

@@ -125,7 +125,7 @@ class ErasingConfig(StageConfig):
     """Range of the box's aspect ratio, height / width as in torchvision."""
     value: Values | Literal["random"] = (0.0, 0.0, 0.0)
     """What the box is filled with, in the clip's own values: 0 is the mean colour of a normalised clip; ``random``: standard
-    normal noise, a value for each pixel and channel, the same in every frame. Not for dtype ``uint8``, that."""
+    normal noise, a value for each pixel and channel, the same in every frame, which dtype ``uint8`` has no place for."""
 
     @model_validator(mode="after")
     def _ranges_ascend(self) -> Self:

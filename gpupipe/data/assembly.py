@@ -13,7 +13,7 @@ import torch
 from gpupipe.config import MixConfig
 from gpupipe.data.canvas import Canvas
 from gpupipe.data.draws import MIX, clip_generator
-from gpupipe.data.source.columns import Kind, dtype_of
+from gpupipe.data.source.columns import Kind, dtype_of, text_of
 from gpupipe.data.transform import mix as mixing
 from gpupipe.device.stream import hand_over
 from gpupipe.types import BATCH_TENSORS, Batch, ClipRecord
@@ -93,7 +93,7 @@ class Assembly:
         arrivals = [arrival for arrival in self._arrivals if arrival is not None]
         if not arrivals:
             return None
-        text = {name: [str(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
+        text = {name: [text_of(a.columns[name]) for a in arrivals] for name, kind in self._kinds.items() if kind == "text"}
         taken = (*BATCH_TENSORS, *self._kinds)
         tokens = tokenize(text, taken) if tokenize is not None else {}
         with torch.cuda.stream(self._stream):
@@ -119,6 +119,7 @@ class Assembly:
             epoch=self._epoch,
             index=self.index,
             mix=mixed,
+            lengths=tuple(self.canvas.lengths[slot] for slot in kept) if self.canvas.lengths else (),
             substituted=tuple(path for _, path in sorted(self._unusable, key=lambda note: note[0])),
         )
         return batch, complete

@@ -27,6 +27,11 @@ class Canvas(Protocol):
         """The batch's tensors by name, of the clips ``kept``; None: of all."""
         ...
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each clip; none where clips are no tokens."""
+        ...
+
 
 class Stacked:
     """Clips of one size, the shorter ones filled up with zeros behind their end.
@@ -60,6 +65,10 @@ class Stacked:
         picked = self.video[torch.tensor(kept, device=self.video.device)]
         return {"video": picked.contiguous(memory_format=self._format)}
 
+    @property
+    def lengths(self) -> list[int]:
+        return []
+
 
 class Packed:
     """Tokens of clips of any shape, (N, 3 * pt * ph * pw), in the order and with the values of a patch embedding.
@@ -71,7 +80,7 @@ class Packed:
     def __init__(self, transforms: Sequence[ClipTransform], patch: Patch, device: torch.device) -> None:
         self._transforms, self._patch = transforms, patch
         self._grids = [Shape(each.frames, *each.config.size).grid(patch) for each in transforms]
-        self._ends = list(accumulate((t * h * w for t, h, w in self._grids), initial=0))
+        self._ends = list(accumulate(self.lengths, initial=0))
         values = CHANNELS * patch[0] * patch[1] * patch[2]
         self.tokens = torch.empty((self._ends[-1], values), dtype=transforms[0].dtype, device=device)
 
@@ -99,3 +108,7 @@ class Packed:
             "cu_seqlens": torch.tensor(list(lengths), dtype=torch.int32).to(device),
             "grid": torch.tensor(grids, dtype=torch.int32).to(device),
         }
+
+    @property
+    def lengths(self) -> list[int]:
+        return [t * h * w for t, h, w in self._grids]

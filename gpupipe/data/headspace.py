@@ -57,7 +57,7 @@ class CachedBatches:
             self._last = batch.part
             yield Batch(
                 dict(batch), batch.clips, text=batch.text, epoch=batch.epoch, index=batch.index, mix=batch.mix,
-                substituted=batch.substituted, part=batch.part, share=batch.share,
+                substituted=batch.substituted, lengths=batch.lengths, part=batch.part, share=batch.share,
             )  # fmt: skip
 
     def _hand_over(self, ready: torch.cuda.Event) -> None:

@@ -109,7 +109,7 @@ class BatchIterator(Iterator[Batch]):
         if job.config.batch.micro_size == "auto":  # with as many parts for all ranks as the one needs that needs most
             count, fewest = agree((count, -clips), job.device, job.order.world_size)
             count = min(count, -fewest)
-        return Parts(batch, count, job.config.batch.patch)
+        return Parts(batch, count)
 
     def any_rank(self, mine: bool) -> bool:
         job = self._job

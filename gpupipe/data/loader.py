@@ -117,6 +117,10 @@ class VideoLoader:
         config: LoaderConfig | dict[str, Any] | PathLike | None = None,
         **fields: Any,
     ) -> None:
+        if callable(transform):
+            raise ConfigError(
+                f"transform={transform!r} is a function", fix="give it as before= or after= (see docs/transforms.md)"
+            )
         named: dict[str, Any] = {"clip": clip, "transform": transform, "batch": batch, "seed": seed}
         named["device"] = None if device is None else str(device)
         base = LoaderConfig.parse(config)
@@ -229,6 +233,12 @@ class VideoLoader:
         if number < 0:
             raise ConfigError(f"epoch={epoch} is negative", fix="count epochs from 0")
         self._run.set_epoch(number)
+        self._dataset.set_epoch(number)
+
+    @property
+    def epoch(self) -> int:
+        """The number of the next ``iter()``'s epoch: after :meth:`load_state_dict` that in which the state was saved."""
+        return self._run.next.epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands: what the trainer has received so far, however many batches are under way; see
@@ -295,7 +305,7 @@ class VideoLoader:
             raise TypeError("this VideoLoader has no length: repeat=True makes its iterator go on for ever")
         size, clips = self.config.batch.micro_size, self.config.clip.clips_per_video
         if size == "auto":
-            raise TypeError("this VideoLoader has no length: memory decides into how many parts its steps_per_epoch are cut")
+            raise TypeError("this VideoLoader has no length: memory decides how many parts a step has (see steps_per_epoch)")
         if size is None:
             return self.steps_per_epoch
         groups = self._job.grouping.groups(Position(self._run.next.epoch))
@@ -345,7 +355,7 @@ class VideoLoader:
 
         Args:
             batches: how many; of parts of steps (``batch.micro_size``) some more, to end with a whole step.
-            steps: how many an iteration hands out; None: it has no end.
+            steps: how many batches, or parts of steps, an iteration hands out; None: it has no end.
 
         Raises:
             ConfigError: for numbers below 1.
@@ -423,8 +433,9 @@ class VideoLoader:
         )
 
     def __repr__(self) -> str:
-        batches = "no end of" if self.config.repeat else str(len(self))
+        batches = "no end of" if self.config.repeat else str(self.steps_per_epoch)
         size = f" of {self.batch_size}" if self.batch_size is not None else ""
+        size += f" in parts of {self.config.batch.micro_size}" if self.config.batch.micro_size is not None else ""
         return f"VideoLoader({len(self._job.entries)} videos, {batches} batches{size}, on {self.device})"
 
 

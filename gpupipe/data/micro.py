@@ -12,7 +12,6 @@ from typing import Literal, Protocol, Self
 
 import torch
 
-from gpupipe.data.shape import Patch, Shape
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.telemetry import log
 from gpupipe.types import Batch
@@ -141,10 +140,9 @@ class Sizes:
 class Parts:
     """One batch, handed out part by part; again from the beginning where that is asked for."""
 
-    def __init__(self, batch: Batch, count: int, patch: Patch) -> None:
+    def __init__(self, batch: Batch, count: int) -> None:
         self.batch = batch
         clips = len(batch.clips)
-        self._patch = patch
         self._cuts = [clips * k // count for k in range(count + 1)]
         self.next = 0
 
@@ -161,19 +159,18 @@ class Parts:
         """The next part: a view of the batch, with its own share of the step."""
         begin, end = self._cuts[self.next : self.next + 2]
         self.next += 1
-        return part_of(self.batch, begin, end, (self.next - 1, self.count), self._patch)
+        return part_of(self.batch, begin, end, (self.next - 1, self.count))
 
 
-def part_of(batch: Batch, begin: int, end: int, part: tuple[int, int], patch: Patch) -> Batch:
+def part_of(batch: Batch, begin: int, end: int, part: tuple[int, int]) -> Batch:
     """Clips ``begin`` to ``end`` of a batch, without a copy of their pixels."""
     tensors = {}
     for name, tensor in batch.items():
         if name not in ("tokens", "cu_seqlens"):
             tensors[name] = tensor[begin:end]
     if "tokens" in batch:
-        shapes = [Shape(*clip.request.shape or ()) for clip in batch.clips[:end]]
-        first = sum(shape.tokens(patch) for shape in shapes[:begin])
-        tensors["tokens"] = batch["tokens"][first : first + sum(shape.tokens(patch) for shape in shapes[begin:])]
+        first = sum(batch.lengths[:begin])
+        tensors["tokens"] = batch["tokens"][first : first + sum(batch.lengths[begin:end])]
         tensors["cu_seqlens"] = batch["cu_seqlens"][begin : end + 1] - first
     return Batch(
         tensors,
@@ -183,6 +180,7 @@ def part_of(batch: Batch, begin: int, end: int, part: tuple[int, int], patch: Pa
         index=batch.index,
         mix=batch.mix,
         substituted=batch.substituted if part[0] == 0 else (),
+        lengths=batch.lengths[begin:end],
         part=part,
         share=(end - begin) / len(batch.clips),
     )

@@ -12,6 +12,7 @@ from gpupipe.data.group import Group, Position
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
 from gpupipe.data.pipeline import Pipeline
+from gpupipe.telemetry import log
 
 
 class Run:
@@ -30,6 +31,8 @@ class Run:
     def set_epoch(self, epoch: int) -> None:
         """Makes the next epoch this one; the one that is to be taken up within stays so."""
         if epoch != self.next.epoch:
+            if self.next.within:
+                log.warning("set_epoch(%d) leaves the place within epoch %d where the run was to go on", epoch, self.next.epoch)
             self.next = Position(epoch)
         self._received = self.next
 

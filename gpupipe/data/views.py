@@ -20,7 +20,7 @@ from gpupipe.data.prepare import prepare
 from gpupipe.data.shape import Shape
 from gpupipe.data.single import Which, drawn, make_clip
 from gpupipe.data.source.arrays import filled
-from gpupipe.data.source.columns import Kind, dtype_of
+from gpupipe.data.source.columns import Kind, dtype_of, text_of
 from gpupipe.data.transform.custom import Custom, UserTransform
 from gpupipe.errors import ClosedError, SampleError
 from gpupipe.types import Batch, ClipRequest, Entry
@@ -142,7 +142,7 @@ class ClipDataset(Dataset[dict[str, Any]]):
         for name, kind in self._kinds.items():
             value = entry.columns[name]
             item[name] = (
-                str(value) if kind == "text" else torch.as_tensor(np.asarray(value, dtype_of(kind)), device=self._device)
+                text_of(value) if kind == "text" else torch.as_tensor(np.asarray(value, dtype_of(kind)), device=self._device)
             )
         return item
 

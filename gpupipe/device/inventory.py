@@ -29,6 +29,9 @@ _FIXES = {
     "nvidia.dali": GPU_PACKAGES,
     "pyarrow.parquet": "pip install pyarrow (gpupipe's extra 'parquet')",
     "tensorboard": f"pip install tensorboard, or {OBSERVE_PACKAGES}",
+    "transformers.trainer": "pip install transformers accelerate",
+    "torchtitan.components.dataloader": "pip install torchtitan",
+    "ray.train.torch": "pip install 'ray[train,data]'",
     "prometheus_client": f"pip install prometheus-client, or {OBSERVE_PACKAGES}",
 }
 

@@ -108,6 +108,8 @@ def _names_shard(item: Any) -> bool:
 def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist: bool) -> list[Entry]:
     if is_dataset(item):
         return dataset_entries(item, config, columns)
+    if isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str | os.PathLike):  # as torchvision lists samples
+        item = {config.path_column: item[0], config.label_column: item[1]}
     if isinstance(item, Mapping):
         return [row_entry(item, config, base=None, where="a row of videos")]
     if held.holds_bytes(item):

@@ -39,7 +39,8 @@ def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str
         wanted.insert(0, "label")
     kinds = {name: files_of(entries, name) if name in files else _kind(entries, name, asked=name in names) for name in wanted}
     if kinds.get("label") == "text":
-        odd = next((entry for entry in entries if not reads_as_number(entry.columns["label"])), entries[0])
+        blank = next((entry for entry in entries if entry.columns.get("label") in (None, "")), None)
+        odd = blank or next((entry for entry in entries if not reads_as_number(entry.columns["label"])), entries[0])
         raise SourceError(
             f"labels are numbers of at most 64 bits, or all of them names: {odd.named} has {odd.columns['label']!r}",
             fix="fill in a number in each row, or in each a name; other text goes into a column of its own, say "
@@ -61,6 +62,11 @@ def dtype_of(kind: Kind) -> np.dtype[Any]:
     return np.dtype(kind.dtype if isinstance(kind, Arrays) else np.int64 if kind == "int" else np.float64)
 
 
+def text_of(value: Any) -> str:
+    """A value as text; what is missing is empty, as in CSV."""
+    return "" if value is None else str(value)
+
+
 def reads_as_number(value: Any) -> bool:
     """Whether a value is a number of at most 64 bits, or text that can be read as one."""
     try:
@@ -74,7 +80,7 @@ def _missing(entry: Entry, name: str, *, asked: bool) -> SourceError:
     have = ", ".join(map(str, entry.columns)) or "none"
     if not asked:
         return SourceError(f"{entry.named} has no label, and other rows have one", fix="label each row, or none")
-    close = difflib.get_close_matches(name, map(str, entry.columns), n=1)
+    close = difflib.get_close_matches(name, [column for column in map(str, entry.columns) if column != name], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return SourceError(
         f"{entry.named} has no value in column {name!r} (its columns: {have}){hint}", fix="fill it in, or do not ask for it"
@@ -97,6 +103,9 @@ def _kind(entries: list[Entry], name: str, *, asked: bool = True) -> Kind:
         if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
             kind = "float"
         else:
+            lacking = next((entry for entry in entries if name not in entry.columns), None)
+            if lacking is not None:
+                raise _missing(lacking, name, asked=asked)
             return "text"
     return kind
 
