@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import strategies as st
 
 from gpupipe.config import BucketsConfig, LoaderConfig
 from gpupipe.data.group import Cut, Planned, Position
+from gpupipe.data.group.base import parts_of
 from gpupipe.data.group.cuts import Rule, cut
 from gpupipe.data.order import Order
 from gpupipe.data.shape import Shape
 from gpupipe.errors import ConfigError
+from gpupipe.types import ClipRequest
 
 KINDS = [Shape(4, 32, 32), Shape(8, 32, 32), Shape(16, 32, 32), Shape(8, 16, 64), Shape(4, 64, 16)]
 PATCH = (1, 16, 16)
@@ -187,3 +190,51 @@ def test_aspect_buckets_have_the_area_and_the_multiples_asked_for(size: tuple[in
 def test_buckets_that_cannot_be_meant_are_refused(buckets: dict[str, Any], match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         LoaderConfig(batch={"buckets": buckets})
+
+
+def test_the_only_video_of_a_shape_has_another_for_a_stand_in() -> None:
+    shapes: list[Shape | None] = [KINDS[0]] * 6 + [KINDS[1], None]
+    one = planned(shapes)
+    request = ClipRequest(3, 0, 2, entry=6, shape=KINDS[1])
+    stand_in = one.substitute(request)
+    assert stand_in.entry in range(7), "one that can be indexed"
+    assert stand_in.shape == KINDS[1], "in the shape of the slot"
+    last = request
+    for _ in range(20):
+        last = one.substitute(last)
+    assert {one.substitute(replace(request, attempt=k)).entry for k in range(8, 30)} > {0, 1}
+
+
+@settings(max_examples=60)
+@given(LISTS, st.sampled_from(["pad", "pack"]), st.integers(1, 3), st.integers(1, 4))
+def test_all_ranks_cut_a_step_into_as_many_parts(shapes: list[Shape | None], layout: str, world: int, size: int) -> None:
+    if not any(shapes):
+        return
+    ranks = [planned(shapes, rank, world, layout=layout, last="partial") for rank in range(world)]
+    for step in zip(*(each.groups(Position()) for each in ranks), strict=True):
+        visits = [rank.visits(Position(), group.index) for rank, group in zip(ranks, step, strict=True)]
+        assert visits == [[len(group.requests) for group in step]] * world
+        count = parts_of(visits[0], 2, size)
+        assert 1 <= count <= min(visits[0]) * 2
+
+
+@pytest.mark.parametrize(
+    "change", [{"cuts": ()}, {"ahead": frozenset({99})}, {"cuts": (Cut(rule=Rule.of(config(), 1, 2), steps=10**6),)}]
+)
+def test_a_position_that_no_run_can_have_come_to_is_refused(change: dict[str, Any]) -> None:
+    one = planned([KINDS[0]] * 30)
+    position = one.after(Position(), 0)
+    one.check(position)
+    with pytest.raises(ConfigError, match="this state is damaged"):
+        one.check(replace(position, **change))
+
+
+def test_a_length_asked_for_amid_an_epoch_does_not_plan_it_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, plans = planned([KINDS[0]] * 30), []
+    original = Planned._plan
+    monkeypatch.setattr(Planned, "_plan", lambda *given: (plans.append(given[1]), original(*given))[1])
+    position = Position()
+    for group in one.groups(position):
+        position = one.after(position, group.index)
+        one.count(1)
+    assert plans == [0, 1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -220,10 +222,18 @@ def test_a_position_counts_whatever_the_order(step: int, start: int, order: list
 
 def test_batches_received_out_of_order_need_the_same_steps(videos: list[str]) -> None:
     with VideoLoader(videos, **SMALL) as loader:
-        state = {**saved(loader), "ahead": [2]}
+        state = {**saved(loader), "ahead": [2], "rank": 0}
         loader.load_state_dict(state)
     with VideoLoader(videos, **{**SMALL, "batch": 3}) as loader, pytest.raises(ConfigError, match="2 samples a step"):
         loader.load_state_dict(state)
+    with (
+        VideoLoader(videos, **{**SMALL, "batch": 1}, rank=1, world_size=2) as loader,
+        pytest.raises(ConfigError, match="rank 1 of 2"),
+    ):
+        loader.load_state_dict(state)
+    for damage in ({"ahead": [10**9]}, {"samples": 10**30}):
+        with VideoLoader(videos, **SMALL) as loader, pytest.raises(ConfigError, match="this state is damaged"):
+            loader.load_state_dict({**state, **damage})
 
 
 @pytest.mark.parametrize(
@@ -306,6 +316,16 @@ def test_a_loader_that_repeats_goes_through_epoch_after_epoch(videos: list[str],
         loader.load_state_dict(batches[8].state)
         again = iter(loader)
         assert [facts(next(again)) for _ in range(5)] == [facts(batch) for batch in whole[9:14]]
+
+
+def test_a_loader_that_repeats_keeps_no_epoch_that_has_ended(videos: list[str]) -> None:
+    with VideoLoader(videos[:2], **SMALL, repeat=True) as loader:
+        iterator = iter(loader)
+        first = weakref.ref(loader._run.pipeline)
+        for _ in range(4):
+            next(iterator)
+        gc.collect()
+        assert first() is None
 
 
 def test_closing_a_loader_that_repeats_ends_its_iterator(videos: list[str]) -> None:

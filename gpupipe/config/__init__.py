@@ -205,7 +205,7 @@ class RemoteConfig(StageConfig):
     a process keeps the last 256 MiB in memory."""
     attempts: Annotated[int, Field(ge=1, le=100)] | None = None
     """How often a request is made before its failure counts, with pauses that grow up to 5 s; None: 5."""
-    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """How long one request, for 8 MiB at most, may take; None: 30."""
     connections: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Requests under way at a time; None: 16. The first request of the process fixes it."""
@@ -256,7 +256,7 @@ class LoaderConfig(StageConfig):
     is drawn anew each epoch."""
     repeat: bool = False
     """One iterator goes through epoch after epoch, for trainers that count steps: the loader has no ``len()``."""
-    timeout_seconds: Annotated[float, Field(gt=0)] | None = None
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e9)] | None = None
     """How long the loop may wait for a batch, the first one included. After that it gets an error that names the stage which
     starves it. None: for ever, but for what ``decode.limit_seconds`` bounds."""
     columns: tuple[str, ...] = ()
@@ -331,6 +331,11 @@ class LoaderConfig(StageConfig):
                 fix="use layout='stack', or leave mix out",
             )
         buckets = self.batch.buckets
+        if buckets is not None and not buckets.sizes_for(self.transform.size):
+            raise Misfit(
+                f"batch.buckets.multiple={buckets.multiple} leaves no size within the area of {self.transform.size}",
+                fix="use a smaller multiple or a larger size",
+            )
         several = buckets is not None and len(buckets.sizes_for(self.transform.size)) > 1
         if several and self.transform.short_side is not None:
             raise Misfit(

@@ -85,7 +85,7 @@ class SourceConfig(StageConfig):
     weights: tuple[Annotated[float, Field(ge=0, le=1e9)], ...] = ()
     """Shares of an epoch's samples, a number for each item of the list of videos: ``VideoLoader(["a.csv", "b/"],
     source={"weights": [0.7, 0.3]})``. They need not sum to 1; shares are exact to rounding. None: each video once."""
-    epoch_length: Literal["total", "first_exhausted", "all_exhausted"] | Annotated[int, Field(ge=1)] = "total"
+    epoch_length: Literal["total", "first_exhausted", "all_exhausted"] | Annotated[int, Field(ge=1, le=10**9)] = "total"
     """Samples of an epoch, over all ranks. ``total``: as many as there are videos; ``first_exhausted``: as many as there are
     before a source has to repeat one; ``all_exhausted``: until all of each source has come; or a number. Sources are repeated
     or cut to fit, and go on in the next epoch where they were left."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from gpupipe.data.group.base import parts_of
 from gpupipe.data.jitter import Closed
 from gpupipe.data.job import Job
 from gpupipe.data.micro import Parts, agree
@@ -34,7 +35,7 @@ class BatchIterator(Iterator[Batch]):
         self._ended: str | None = None
         self._finished = False
         self._owner = os.getpid()
-        weakref.finalize(self, self._pipeline.abandon)
+        self._leaving = weakref.finalize(self, self._pipeline.abandon)
 
     @property
     def occupancy(self) -> int:
@@ -104,8 +105,11 @@ class BatchIterator(Iterator[Batch]):
     def _cut(self, batch: Batch) -> Parts:
         sizes, job = self._job.sizes, self._job
         assert sizes is not None
-        clips = len(batch.clips)
+        clips, size = len(batch.clips), job.config.batch.micro_size
         count = sizes.parts(clips)
+        visits = job.grouping.visits(self._position, batch.index)
+        if visits and isinstance(size, int):
+            count = min(parts_of(visits, job.config.clip.clips_per_video, size), clips)
         if job.config.batch.micro_size == "auto":  # with as many parts for all ranks as the one needs that needs most
             count, fewest = agree((count, -clips), job.device, job.order.world_size)
             count = min(count, -fewest)
@@ -152,8 +156,9 @@ class BatchIterator(Iterator[Batch]):
             self._finish()
             raise StopIteration
         self._pipeline.stop()
+        self._leaving.detach()  # it would keep the epoch that has ended
         self._pipeline, self._position = self._run.begin()
-        weakref.finalize(self, self._pipeline.abandon)
+        self._leaving = weakref.finalize(self, self._pipeline.abandon)
 
     def _finish(self) -> None:
         self._finished = True

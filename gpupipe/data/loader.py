@@ -30,6 +30,7 @@ from gpupipe.data.decode import Helping
 from gpupipe.data.decode.fleet import engines_of, index_workers
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import Position, group
+from gpupipe.data.group.base import parts_of
 from gpupipe.data.iterator import BatchIterator, forked, refuse_inside
 from gpupipe.data.jitter import NO_LEVELS
 from gpupipe.data.job import Job
@@ -308,8 +309,9 @@ class VideoLoader:
             raise TypeError("this VideoLoader has no length: memory decides how many parts a step has (see steps_per_epoch)")
         if size is None:
             return self.steps_per_epoch
-        groups = self._job.grouping.groups(Position(self._run.next.epoch))
-        return sum(-(-len(group.requests) * clips // size) for group in groups)
+        start, grouping = Position(self._run.next.epoch), self._job.grouping
+        counts = ((grouping.visits(start, group.index) or [len(group.requests)]) for group in grouping.groups(start))
+        return sum(parts_of(visits, clips, size) for visits in counts)
 
     @within_limit("a VideoLoader cannot be iterated")
     def __iter__(self) -> BatchIterator:

@@ -11,6 +11,9 @@ from gpupipe.data.mixture import Mixture
 from gpupipe.data.shuffle import shuffled
 from gpupipe.types import ClipRequest
 
+_NEAR_ATTEMPTS = 8
+"""Stand-ins of the same source and shape that are tried before any other."""
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -48,19 +51,25 @@ class Order:
         samples = range(first, first + count * self.world_size, self.world_size)
         return [ClipRequest(self.seed, epoch, sample, int(order[sample % len(order)])) for sample in samples]
 
-    def substitute(self, request: ClipRequest, among: np.ndarray | None = None) -> ClipRequest:
+    def substitute(
+        self, request: ClipRequest, among: np.ndarray | None = None, usable: np.ndarray | None = None
+    ) -> ClipRequest:
         """The request that stands in when ``request`` cannot be served: a function of (seed, epoch, sample, attempt).
 
-        In a mixture it is one of the same source, so that the shares stay as they are.
+        In a mixture it is one of the same source, so that the shares stay as they are, as long as there are others in it.
 
         Args:
             among: ascending entries of which it is one; None: of all.
+            usable: entries of which it is one where these are too few, or have failed several times; None: all.
         """
         attempt = request.attempt + 1
         first, behind = (0, self.entries) if self.mixture is None else self.mixture.peers(request.entry)
         draws = generator(request.seed, SUBSTITUTE, request.epoch, request.sample, attempt)
-        if among is None:
-            entry = int(draws.integers(first, behind))
-        else:
-            entry = int(draws.choice(among[np.searchsorted(among, first) : np.searchsorted(among, behind)]))
+        if among is not None:
+            among = among[np.searchsorted(among, first) : np.searchsorted(among, behind)]
+        near = behind - first if among is None else len(among)
+        if attempt <= _NEAR_ATTEMPTS and (near > 1 or near == self.entries):
+            entry = int(draws.integers(first, behind)) if among is None else int(draws.choice(among))
+        else:  # there is no other such one, or none that is any good
+            entry = int(draws.integers(self.entries)) if usable is None else int(draws.choice(usable))
         return replace(request, entry=entry, attempt=attempt)

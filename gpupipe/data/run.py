@@ -72,7 +72,14 @@ class Run:
             if self.closed:
                 raise Closed
             start = self.next
-            self.pipeline = Pipeline(self._job, self.groups(), start.epoch, resumed=start.within)
+            groups = self.groups()
+            if not groups and not start.within:
+                log.warning(
+                    "epoch %d has no batch: no %d ranks' clips of one shape come together",
+                    start.epoch,
+                    self._job.order.world_size,
+                )
+            self.pipeline = Pipeline(self._job, groups, start.epoch, resumed=start.within)
             self.next, self._received = Position(start.epoch + 1), start
             return self.pipeline, start
 

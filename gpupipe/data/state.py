@@ -35,6 +35,9 @@ class State(StageConfig):
     step: Annotated[int, Field(ge=1)]
     """Samples of one batch of each rank, together."""
     ahead: tuple[_Count, ...]
+    world_size: Annotated[int, Field(ge=1)] = 1
+    rank: _Count | None = None
+    """Whose batches ``ahead`` names."""
     cuts: tuple[Cut, ...] = ()
     """How planned batches were cut so far."""
     shapes: str = ""
@@ -63,6 +66,8 @@ def to_dict(job: Job, position: Position) -> dict[str, Any]:
         "samples": position.samples,
         "step": job.grouping.step,
         "ahead": sorted(position.ahead),
+        "world_size": job.order.world_size,
+        "rank": job.order.rank if position.ahead else None,
         "cuts": [cut.model_dump() for cut in position.cuts],
         "shapes": job.shapes,
         "bad_files": dict(job.bad_files),
@@ -99,15 +104,17 @@ def from_dict(job: Job, values: Mapping[str, Any]) -> Position:
         )
     if state.shapes != job.shapes and position.within:
         raise ConfigError(
-            "this state is of a run in which clips had other shapes",
-            fix="keep batch.buckets, clip and transform.size as they were there, or begin the epoch anew with set_epoch()",
+            "this state is of a run in which clips had other shapes, or another file could not be indexed",
+            fix="keep batch.buckets, clip, size and the files (see bad_files), or begin the epoch anew with set_epoch()",
         )
     fits = job.grouping.fits(position) if isinstance(job.grouping, Planned) else state.step == job.grouping.step
-    if state.ahead and not fits:
+    if state.ahead and not (fits and (state.rank, state.world_size) == (job.order.rank, job.order.world_size)):
         raise ConfigError(
-            f"this state has batches received out of order, {state.step} samples a step; this loader has {job.grouping.step}",
-            fix="go on with the same number of ranks and batch size, or keep jitter.in_order",
+            f"this state has batches received out of order, by rank {state.rank} of {state.world_size}, {state.step} samples a "
+            f"step; this is rank {job.order.rank} of {job.order.world_size}, with {job.grouping.step}",
+            fix="give each rank its own state, and keep their number and the batch size; or keep jitter.in_order",
         )
+    job.grouping.check(position)
     job.bad_files.update(state.bad_files)
     job.stuck_in.update(state.stuck)
     return position if position.within else Position(state.epoch)

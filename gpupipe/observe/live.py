@@ -121,8 +121,13 @@ class Monitor:
     """See :func:`monitor`."""
 
     def __init__(self, loader: VideoLoader, *, sinks: Sequence[Sink], every_seconds: float, show: bool) -> None:
-        if not every_seconds >= 0.05:
-            raise ConfigError(f"every_seconds={every_seconds!r} is too small", fix="give 0.05 or more; 1 is enough to watch")
+        if not isinstance(every_seconds, int | float) or not 0.05 <= every_seconds <= 86400:
+            raise ConfigError(
+                f"every_seconds={every_seconds!r} is not from 0.05 to 86400",
+                fix="give a number of seconds; 1 is enough to watch",
+            )
+        if not isinstance(sinks, list | tuple) or not all(hasattr(sink, "close") for sink in sinks):
+            raise ConfigError(f"sinks={sinks!r} is no list of sinks", fix="write sinks=[JsonLines('watch.jsonl')]")
         self._loader = loader
         self._sinks = list(sinks)
         self._every = every_seconds

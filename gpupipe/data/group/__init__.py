@@ -11,7 +11,7 @@ from gpupipe.data.group.fixed import Fixed
 from gpupipe.data.group.planned import Planned
 from gpupipe.data.order import Order
 from gpupipe.data.shape import Shape, shapes_for
-from gpupipe.errors import ConfigError
+from gpupipe.errors import ConfigError, SourceError
 from gpupipe.telemetry import log
 from gpupipe.types import Entry
 
@@ -42,6 +42,11 @@ def group(
         for path, error in errors.items():
             bad[path] = str(error)
             log.warning("%s cannot be used and is left out: %s", path, error)
+        if not any(shapes):
+            path, error = next(iter(errors.items()))
+            raise SourceError(
+                f"none of {len(entries)} videos can be indexed; the first: {error.message}", fix=error.fix, path=path
+            )
         grouping = Planned(order, config, shapes, item_bytes)
     if grouping.count(0) == 0:
         raise ConfigError(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpupipe.data.group.cuts import Cut
+from gpupipe.errors import ConfigError
 from gpupipe.types import ClipRequest
 
 
@@ -36,6 +37,21 @@ class Position:
         return self.samples > 0 or bool(self.ahead)
 
 
+def bad_position(why: str) -> ConfigError:
+    """What to say of a state that no run can have come to."""
+    return ConfigError(f"this state is damaged: {why}", fix="load another one, or begin the epoch anew with set_epoch()")
+
+
+def parts_of(visits: list[int], clips: int, size: int) -> int:
+    """Into how many parts of at most ``size`` clips a step is cut: as many for all ranks, each with a clip in it.
+
+    Args:
+        visits: of each rank's batch.
+        clips: of a visit.
+    """
+    return min(-(-max(visits) * clips // size), min(visits) * clips)
+
+
 class Grouping(Protocol):
     """Groups the samples of an epoch into batches."""
 
@@ -54,6 +70,14 @@ class Grouping(Protocol):
 
     def after(self, position: Position, index: int) -> Position:
         """The position once the batch at ``index`` is received too."""
+        ...
+
+    def visits(self, position: Position, index: int) -> list[int]:
+        """Visits of the batch at ``index`` for each rank; none: as many for all."""
+        ...
+
+    def check(self, position: Position) -> None:
+        """Raises: ConfigError: for a position that no run can have come to."""
         ...
 
     def substitute(self, request: ClipRequest) -> ClipRequest:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from gpupipe.config import LoaderConfig
 from gpupipe.config.stage import StageConfig
-from gpupipe.data.shape import CHANNELS, Patch, Shape
+from gpupipe.data.shape import CHANNELS, Shape
 from gpupipe.errors import ConfigError
 
 Step = list[list[int]]
@@ -26,7 +26,7 @@ _Count = Annotated[int, Field(ge=1)]
 class Rule(StageConfig):
     """All that cuts depend on beside the sequence and the shapes."""
 
-    world_size: _Count
+    world_size: Annotated[int, Field(ge=1, le=1 << 16)]
     clips: _Count
     """Clips of a visit to a video, which share a batch."""
     size: _Count
@@ -34,7 +34,7 @@ class Rule(StageConfig):
     layout: Literal["stack", "pad", "pack"]
     last: Literal["drop", "partial", "fill"]
     max_tokens: _Count | None
-    patch: Patch
+    patch: tuple[_Count, _Count, _Count]
     max_bytes: _Count | None
     item_bytes: _Count
     wait: _Count
@@ -50,7 +50,7 @@ class Rule(StageConfig):
             last=batch.last,
             max_tokens=batch.max_tokens,
             patch=batch.patch,
-            max_bytes=int(batch.max_gib * 2**30) if batch.max_gib is not None else None,
+            max_bytes=max(1, int(batch.max_gib * 2**30)) if batch.max_gib is not None else None,
             item_bytes=item_bytes,
             wait=batch.wait,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupipe.config import LoaderConfig
-from gpupipe.data.group.base import Group, Position
+from gpupipe.data.group.base import Group, Position, bad_position
 from gpupipe.data.order import Order
 from gpupipe.types import ClipRequest
 
@@ -36,6 +36,14 @@ class Fixed:
             ahead.remove(samples // self.step)
             samples += self.step
         return Position(position.epoch, samples, frozenset(ahead))
+
+    def visits(self, position: Position, index: int) -> list[int]:
+        return []
+
+    def check(self, position: Position) -> None:
+        most = len(self._order) + self.step  # a last one that was filled up
+        if position.samples > most or any(index * self.step > most for index in position.ahead):
+            raise bad_position(f"it has more than the {len(self._order)} samples of an epoch")
 
     def substitute(self, request: ClipRequest) -> ClipRequest:
         return self._order.substitute(request)

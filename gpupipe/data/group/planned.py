@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
 
 from gpupipe.config import LoaderConfig
-from gpupipe.data.group.base import Group, Position
+from gpupipe.data.group.base import Group, Position, bad_position
 from gpupipe.data.group.cuts import Cut, Rule, Step, cut
 from gpupipe.data.order import Order
 from gpupipe.data.shape import Shape
 from gpupipe.types import ClipRequest
+
+_KEPT_PLANS = 3
+"""Of this epoch, of what is left of it for another rule, and of the next one, whose length is asked for."""
 
 
 class Planned:
@@ -32,7 +36,8 @@ class Planned:
         self._order = order
         self._shapes = shapes
         self._rule = Rule.of(config, order.world_size, item_bytes)
-        self._planned: tuple[int, tuple[Cut, ...], list[Step]] | None = None
+        self._planned: OrderedDict[tuple[int, tuple[Cut, ...]], list[Step]] = OrderedDict()
+        self._usable = np.array([entry for entry, shape in enumerate(shapes) if shape is not None])
         self._entries: dict[Shape, np.ndarray] = {}
         for shape in set(filter(None, shapes)):
             self._rule.check(shape)
@@ -66,9 +71,25 @@ class Planned:
         cuts = (*done[:-1], Cut(rule=self._rule, steps=count))
         return Position(position.epoch, samples, frozenset(ahead), cuts)
 
+    def visits(self, position: Position, index: int) -> list[int]:
+        done = self._cuts(position)
+        step = self._steps(position.epoch, done[:-1])[index - sum(each.steps for each in done[:-1])]
+        return [len(batch) for batch in step]
+
+    def check(self, position: Position) -> None:
+        done = self._cuts(position)
+        if position.samples and not position.cuts:
+            raise bad_position("it does not say how batches were cut")
+        for number, each in enumerate(done):
+            if each.steps > len(self._plan(position.epoch, done[:number], each.rule)):
+                raise bad_position(f"it counts {each.steps} steps, of which there are fewer")
+        first, steps = sum(each.steps for each in done[:-1]), self._steps(position.epoch, done[:-1])
+        if any(index - first >= len(steps) for index in position.ahead):
+            raise bad_position(f"it has batch {max(position.ahead)}, of {first + len(steps)}")
+
     def substitute(self, request: ClipRequest) -> ClipRequest:
         assert request.shape is not None
-        return self._order.substitute(request, self._entries[Shape(*request.shape)])
+        return self._order.substitute(request, self._entries[Shape(*request.shape)], self._usable)
 
     def fits(self, position: Position) -> bool:
         """Whether this loader cuts as the position's last steps were cut."""
@@ -85,11 +106,15 @@ class Planned:
 
     def _steps(self, epoch: int, done: tuple[Cut, ...]) -> list[Step]:
         """The steps of what ``done`` has left of an epoch."""
-        if self._planned is None or self._planned[:2] != (epoch, done):
-            self._planned = epoch, done, self._plan(epoch, done)
-        return self._planned[2]
+        key = epoch, done
+        if key not in self._planned:
+            self._planned[key] = self._plan(epoch, done)
+            while len(self._planned) > _KEPT_PLANS:
+                self._planned.popitem(last=False)
+        self._planned.move_to_end(key)
+        return self._planned[key]
 
-    def _plan(self, epoch: int, done: tuple[Cut, ...]) -> list[Step]:
+    def _plan(self, epoch: int, done: tuple[Cut, ...], rule: Rule | None = None) -> list[Step]:
         sequence = self._order.sequence(epoch)
         total = len(sequence)
         of_samples: list[Shape | None] = [self._shapes[int(entry)] for entry in sequence]
@@ -102,4 +127,4 @@ class Planned:
             for step in islice(cut(left, shape_of, before.rule, total, taken), before.steps):
                 taken.update(sample for batch in step for sample in batch)
             left = [sample for sample in left if sample not in taken]
-        return list(cut(left, shape_of, self._rule, total, taken))
+        return list(cut(left, shape_of, rule or self._rule, total, taken))

@@ -117,8 +117,10 @@ def start_frame(entry: Entry) -> int | None:
         SourceError: when its ``start_frame`` is not a whole number.
     """
     value = entry.columns.get(START_COLUMN)
-    if value is None or value == "":
+    if value is None or value == "" or value != value:  # NaN: how pandas writes what is missing
         return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     try:
         return int(value) if isinstance(value, str) else operator.index(value)
     except (TypeError, ValueError):

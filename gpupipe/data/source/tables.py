@@ -57,7 +57,7 @@ def _lines(path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
     try:
         with io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline="") as file:
             if path.lower().endswith(".csv"):
-                return _csv_rows(csv.DictReader(file), path, path_column)
+                return _csv_rows(csv.DictReader(file, strict=True), path, path_column)
             return [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a UTF-8 table") from error
