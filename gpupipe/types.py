@@ -372,20 +372,12 @@ class Batch(Mapping[str, "torch.Tensor"]):
         """
         if type(device).__name__ == "dtype":
             raise TypeError("Batch.to() takes a device; for another type convert one tensor: batch.video.to(dtype)")
-        moved = {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()}
-        return Batch(
-            moved,
-            self.clips,
-            text=self.text,
-            epoch=self.epoch,
-            index=self.index,
-            mix=self.mix,
-            substituted=self.substituted,
-            state=self.state,
-            lengths=self.lengths,
-            part=self.part,
-            share=self.share,
-        )
+        return self.like({name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self._tensors.items()})
+
+    def like(self, tensors: Mapping[str, torch.Tensor], **changes: Any) -> Batch:
+        """A batch of other tensors with this one's attributes, but for ``changes``, which are arguments of the constructor."""
+        names = ("clips", "text", "epoch", "index", "mix", "substituted", "state", "lengths", "part", "share")
+        return Batch(tensors, **{name: getattr(self, name) for name in names} | changes)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         try:

@@ -8,12 +8,16 @@ from typing import Protocol
 
 import torch
 
-from gpupipe.data.shape import CHANNELS, Patch, Shape
+from gpupipe.data.shape import Patch, Shape
 from gpupipe.data.transform import ClipTransform
+from gpupipe.data.transform.picture import CHANNELS
 
 
 class Canvas(Protocol):
     """Where the clips of a batch are written, each by one thread, on its own stream."""
+
+    lengths: Sequence[int]
+    """Tokens of each clip; none where clips are no tokens."""
 
     def slot(self, number: int) -> torch.Tensor:
         """Where clip ``number`` is to be written, in the transform's ``clip_shape``; called on the writer's stream."""
@@ -27,11 +31,6 @@ class Canvas(Protocol):
         """The batch's tensors by name, of the clips ``kept``; None: of all."""
         ...
 
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of each clip; none where clips are no tokens."""
-        ...
-
 
 class Stacked:
     """Clips of one size, the shorter ones filled up with zeros behind their end.
@@ -39,6 +38,8 @@ class Stacked:
     Args:
         transforms: of each clip.
     """
+
+    lengths: Sequence[int] = ()
 
     def __init__(self, transforms: Sequence[ClipTransform], device: torch.device) -> None:
         longest = max(transforms, key=lambda transform: transform.frames)
@@ -65,10 +66,6 @@ class Stacked:
         picked = self.video[torch.tensor(kept, device=self.video.device)]
         return {"video": picked.contiguous(memory_format=self._format)}
 
-    @property
-    def lengths(self) -> list[int]:
-        return []
-
 
 class Packed:
     """Tokens of clips of any shape, (N, 3 * pt * ph * pw), in the order and with the values of a patch embedding.
@@ -80,6 +77,7 @@ class Packed:
     def __init__(self, transforms: Sequence[ClipTransform], patch: Patch, device: torch.device) -> None:
         self._transforms, self._patch = transforms, patch
         self._grids = [Shape(each.frames, *each.config.size).grid(patch) for each in transforms]
+        self.lengths: Sequence[int] = [t * h * w for t, h, w in self._grids]
         self._ends = list(accumulate(self.lengths, initial=0))
         values = CHANNELS * patch[0] * patch[1] * patch[2]
         self.tokens = torch.empty((self._ends[-1], values), dtype=transforms[0].dtype, device=device)
@@ -97,18 +95,13 @@ class Packed:
 
     def tensors(self, kept: Sequence[int] | None) -> dict[str, torch.Tensor]:
         numbers = range(len(self._grids)) if kept is None else kept
-        grids = [self._grids[number] for number in numbers]
         tokens = self.tokens
         if kept is not None:
             tokens = torch.cat([tokens[self._ends[number] : self._ends[number + 1]] for number in kept])
-        lengths = accumulate((t * h * w for t, h, w in grids), initial=0)
+        ends = accumulate((self.lengths[number] for number in numbers), initial=0)
         device = tokens.device
         return {
             "tokens": tokens,
-            "cu_seqlens": torch.tensor(list(lengths), dtype=torch.int32).to(device),
-            "grid": torch.tensor(grids, dtype=torch.int32).to(device),
+            "cu_seqlens": torch.tensor(list(ends), dtype=torch.int32).to(device),
+            "grid": torch.tensor([self._grids[number] for number in numbers], dtype=torch.int32).to(device),
         }
-
-    @property
-    def lengths(self) -> list[int]:
-        return [t * h * w for t, h, w in self._grids]

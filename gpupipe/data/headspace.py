@@ -55,10 +55,7 @@ class CachedBatches:
             if self._ready is not None:
                 self._hand_over(self._ready)
             self._last = batch.part
-            yield Batch(
-                dict(batch), batch.clips, text=batch.text, epoch=batch.epoch, index=batch.index, mix=batch.mix,
-                substituted=batch.substituted, lengths=batch.lengths, part=batch.part, share=batch.share,
-            )  # fmt: skip
+            yield batch.like(dict(batch), state=None)
 
     def _hand_over(self, ready: torch.cuda.Event) -> None:
         """Makes all batches usable on the current stream, once for each stream that comes."""

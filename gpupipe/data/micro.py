@@ -172,14 +172,12 @@ def part_of(batch: Batch, begin: int, end: int, part: tuple[int, int]) -> Batch:
         first = sum(batch.lengths[:begin])
         tensors["tokens"] = batch["tokens"][first : first + sum(batch.lengths[begin:end])]
         tensors["cu_seqlens"] = batch["cu_seqlens"][begin : end + 1] - first
-    return Batch(
+    return batch.like(
         tensors,
-        batch.clips[begin:end],
+        clips=batch.clips[begin:end],
         text={name: values[begin:end] for name, values in batch.text.items()},
-        epoch=batch.epoch,
-        index=batch.index,
-        mix=batch.mix,
         substituted=batch.substituted if part[0] == 0 else (),
+        state=None,
         lengths=batch.lengths[begin:end],
         part=part,
         share=(end - begin) / len(batch.clips),

@@ -68,7 +68,7 @@ class Order:
         if among is not None:
             among = among[np.searchsorted(among, first) : np.searchsorted(among, behind)]
         near = behind - first if among is None else len(among)
-        if attempt <= _NEAR_ATTEMPTS and (near > 1 or near == self.entries):
+        if attempt <= _NEAR_ATTEMPTS and near > 1:
             entry = int(draws.integers(first, behind)) if among is None else int(draws.choice(among))
         else:  # there is no other such one, or none that is any good
             entry = int(draws.integers(self.entries)) if usable is None else int(draws.choice(usable))

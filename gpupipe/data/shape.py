@@ -13,10 +13,10 @@ from gpupipe.data.index import VideoIndex
 from gpupipe.data.index.fill import survey
 from gpupipe.data.sample import fills
 from gpupipe.data.source import start_frame
+from gpupipe.data.transform.picture import CHANNELS
 from gpupipe.errors import GpupipeError
 from gpupipe.types import Entry
 
-CHANNELS = 3
 Patch = tuple[int, int, int]
 
 

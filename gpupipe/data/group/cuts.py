@@ -13,7 +13,8 @@ from pydantic import Field
 
 from gpupipe.config import LoaderConfig
 from gpupipe.config.stage import StageConfig
-from gpupipe.data.shape import CHANNELS, Shape
+from gpupipe.data.shape import Shape
+from gpupipe.data.transform.picture import CHANNELS
 from gpupipe.errors import ConfigError
 
 Step = list[list[int]]
