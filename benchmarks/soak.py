@@ -37,6 +37,8 @@ from gpupipe.types import Batch
 MIB = 1 << 20
 DEFAULT_KINDS = ["h264-1080p", "h264-256p", "hevc-1080p"]
 CASE = "mixed-with-bad-files"
+PROBE_BYTES = 434 * MIB
+"""A size that nothing else allocates at once."""
 
 
 def make_files(folder: Path, kinds: list[str], count: int, media: Path) -> list[Path]:
@@ -76,7 +78,7 @@ def heap_in_use() -> float:
     return float(facts.uordblks + facts.hblkhd) / MIB
 
 
-def used(device: torch.device) -> tuple[float, float, float]:
+def used(device: torch.device, number: int | None) -> tuple[float, float, float]:
     """(host, heap, device) memory in MiB: of this process and its children; see :func:`heap_in_use`; :func:`on_gpu`, or 0."""
     me = psutil.Process()
     host = float(me.memory_info().rss)
@@ -87,19 +89,47 @@ def used(device: torch.device) -> tuple[float, float, float]:
             continue
     if device.type != "cuda":
         return host / MIB, heap_in_use(), 0.0
-    return host / MIB, heap_in_use(), on_gpu(device) / MIB
+    return host / MIB, heap_in_use(), on_gpu(device, number) / MIB
 
 
-def on_gpu(device: torch.device) -> int:
-    """Bytes that this process holds on a GPU; that everybody holds where NVML does not tell processes apart."""
-    opened = open_nvml(device)
-    if opened is not None:
-        nvml, handle = opened
-        for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
+def on_gpu(device: torch.device, me: int | None) -> int:
+    """Bytes that the process ``me`` holds on a GPU; that everybody holds where NVML does not tell processes apart."""
+    by_process = _held(device)
+    if me in by_process:
+        return by_process[me]
     free, total = torch.cuda.mem_get_info(device)
     return total - free
+
+
+def _held(device: torch.device) -> dict[int | None, int]:
+    """Bytes on a GPU by process, in NVML's numbers; empty where it does not say."""
+    opened = open_nvml(device)
+    if opened is None:
+        return {}
+    nvml, handle = opened
+    running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
+    return {process.pid: int(process.usedGpuMemory) for process in running if process.usedGpuMemory is not None}
+
+
+def my_number(device: torch.device) -> int | None:
+    """NVML's number of this process, None where it does not say.
+
+    In a container it is not ``os.getpid()``: then it is the process that holds just as much more as this one allocates."""
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    for _ in range(5):
+        before = _held(device)
+        if os.getpid() in before:
+            return os.getpid()
+        block = torch.empty(PROBE_BYTES, dtype=torch.uint8, device=device)
+        after = _held(device)
+        del block
+        torch.cuda.empty_cache()
+        grown = [pid for pid, held in after.items() if held - before.get(pid, held) == PROBE_BYTES]
+        if len(grown) == 1:
+            return grown[0]
+    return None
 
 
 def one_epoch(loader: VideoLoader, draw: random.Random, leave_early: bool, deadline: float) -> int:
@@ -161,13 +191,16 @@ def main() -> int:
     clips = epochs = 0
     try:
         files = make_files(folder, options.kinds, options.files, options.media)
+        number = my_number(torch.device(options.device))
+        if number is None and options.device != "cpu":
+            print("NVML does not tell processes apart here: the GPU must be this process's alone", file=sys.stderr)
         began = time.monotonic()
         deadline = began + 60 * options.minutes
         with VideoLoader(files, batch=8, device=options.device, clip={"stride": 2}, seed=1) as loader:
             while time.monotonic() < deadline:
                 clips += one_epoch(loader, draw, epochs % 5 == 4, deadline)
                 epochs += 1
-                for readings, value in zip((host, heap, gpu), used(loader.device), strict=True):
+                for readings, value in zip((host, heap, gpu), used(loader.device, number), strict=True):
                     readings.append(value)
                 print(
                     f"epoch {epochs}: {clips} clips, host {host[-1]:.0f} MiB, heap {heap[-1]:.0f} MiB, GPU {gpu[-1]:.0f} MiB",

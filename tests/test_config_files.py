@@ -12,7 +12,6 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jsonschema import Draft202012Validator
 
 from gpupipe import VideoLoader
 from gpupipe.cli import main
@@ -384,8 +383,9 @@ def test_validate_names_every_fault_of_every_file(run: Run, write: Write, tmp_pa
 def test_the_schema_agrees_with_the_loader(run: Run, write: Write) -> None:
     """An editor that goes by it marks what would be refused, and nothing else."""
     printed = json.loads(run("schema")[1])
-    Draft202012Validator.check_schema(printed)
-    check = Draft202012Validator(printed)
+    validator = pytest.importorskip("jsonschema").Draft202012Validator
+    validator.check_schema(printed)
+    check = validator(printed)
     good = [
         "", "batch: 8", "batch: {size: 8, micro_size: auto}", "cache: {clips: off}",
         "transform: videomae\ncolumns: caption", "shuffle: 100",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpupipe.device import inventory
+from gpupipe.device import driver, inventory
 from gpupipe.errors import DeviceError
 
 
@@ -178,39 +178,30 @@ def test_this_machines_quota_is_sane() -> None:
     assert inventory._cgroup_cores() > 0 or math.isinf(inventory._cgroup_cores())
 
 
-def nvc(caps: object) -> SimpleNamespace:
-    def answer(**_: object) -> Any:
-        if isinstance(caps, Exception):
-            raise caps
-        return caps
-
-    return SimpleNamespace(
-        __version__="2.1",
-        cudaVideoCodec=SimpleNamespace(H264=4, HEVC=8),
-        cudaVideoChromaFormat=lambda number: number,
-        GetDecoderCaps=answer,
-    )
+NVC = SimpleNamespace(__version__="2.1", cudaVideoCodec=SimpleNamespace(H264=4, HEVC=8))
 
 
 CAPS = {
-    "supported": 1, "num_decoder_engines": 7, "width_min": 48, "height_min": 16, "width_max": 4096, "height_max": 4095,
+    "supported": 1, "engines": 7, "least_width": 48, "least_height": 16, "most_width": 4096, "most_height": 4095,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("outcome", "codec", "chroma", "says"),
+    ("package", "answer", "codec", "chroma", "says"),
     [
-        (nvc(CAPS), "h264", "4:2:0", None),
-        (nvc({**CAPS, "supported": 0}), "h264", "4:2:0", "this GPU's NVDEC does not decode h264 4:2:0 8 bit"),
-        (nvc(CAPS), "prores", "4:2:0", "NVDEC has no prores 4:2:0"),
-        (nvc(CAPS), "vp9", "4:2:0", "NVDEC has no vp9 4:2:0"),
-        (nvc(CAPS), "h264", "4:1:1", "NVDEC has no h264 4:1:1"),
-        (nvc(RuntimeError("no engine")), "h264", "4:2:0", "no engine"),
-        (ImportError("not installed"), "h264", "4:2:0", "PyNvVideoCodec cannot be used: ImportError: not installed"),
+        (NVC, CAPS, "h264", "4:2:0", None),
+        (NVC, {**CAPS, "supported": 0}, "h264", "4:2:0", "this GPU's NVDEC does not decode h264 4:2:0 8 bit"),
+        (NVC, CAPS, "prores", "4:2:0", "NVDEC has no prores 4:2:0"),
+        (NVC, CAPS, "vp9", "4:2:0", "NVDEC has no vp9 4:2:0"),
+        (NVC, CAPS, "h264", "4:1:1", "NVDEC has no h264 4:1:1"),
+        (NVC, RuntimeError("CUDA_ERROR_OUT_OF_MEMORY"), "h264", "4:2:0", "CUDA_ERROR_OUT_OF_MEMORY"),
+        (NVC, OSError("libnvcuvid.so.1: cannot open"), "h264", "4:2:0", "libnvcuvid.so.1: cannot open"),
+        (ImportError("not installed"), CAPS, "h264", "4:2:0", "PyNvVideoCodec cannot be used: ImportError: not installed"),
     ],
 )
 def test_what_nvdec_can_do_is_said_with_a_reason(
-    outcome: object,
+    package: object,
+    answer: dict[str, int] | Exception,
     codec: str,
     chroma: str,
     says: str | None,
@@ -218,11 +209,21 @@ def test_what_nvdec_can_do_is_said_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_gpus(monkeypatch)
-    importing("PyNvVideoCodec", outcome)
+    importing("PyNvVideoCodec", package)
+    asked = []
+
+    def decode_caps(*question: int) -> driver.DecodeCaps:
+        asked.append(question)
+        if isinstance(answer, Exception):
+            raise answer
+        return driver.DecodeCaps(**answer)
+
+    monkeypatch.setattr(driver, "decode_caps", decode_caps)
     caps = inventory.nvdec_caps(0, codec, chroma, 8)
     assert caps.supported == (says is None)
     if says is None:
         assert caps == inventory.DecoderCaps(True, 7, 48, 16, 4096, 4095, None)
+        assert asked == [(0, 4, 1, 8)]
     else:
         assert says in str(caps.reason)
         assert caps.engines == 0

@@ -6,10 +6,12 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streams import STREAMS
 from test_sample import made_index
 
 from gpupipe.data import index as indices
@@ -81,6 +83,16 @@ def test_far_frames_take_runs_of_their_own(clips: dict[str, Path]) -> None:
     assert len(plan.passes) == 2
     assert plan.packets < 12
     assert plan.frame_map == (1, 0)
+
+
+@pytest.mark.skipif("libx265" not in av.codecs_available, reason="this PyAV has no encoder libx265")
+def test_no_pass_goes_on_behind_an_ended_sequence(tmp_path: Path) -> None:
+    """Where pictures are lost at a sequence's end, a decoder that shows them all the same would shift those behind."""
+    index = indices.load(str(STREAMS["hevc_ended_bare"].make(tmp_path, "hevc_ended_bare")))
+    ends = [int(packet) for packet in np.flatnonzero(index.start) if packet]
+    assert ends
+    for run in make_plan(index, range(index.info.frames)).passes:
+        assert not [packet for packet in ends if run.first < packet <= run.last]
 
 
 def test_frames_before_the_first_start_point_are_tried_from_the_first_packet() -> None:

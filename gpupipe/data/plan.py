@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from gpupipe.data.index import VideoIndex
 
+_MOST_HELD = 16
+"""Pictures that a decoder holds at most (H.264 A.3.1, H.265 A.4.2)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -69,7 +72,7 @@ def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
     spans: list[tuple[int, int]] = []
     for first, target in needs:
         end = min(target + second_field, last)
-        if spans and first <= spans[-1][1] + 1:
+        if spans and (first <= spans[-1][1] or (first == spans[-1][1] + 1 and not _ended_before(index, first))):
             spans[-1] = (spans[-1][0], max(spans[-1][1], end))
         else:
             spans.append((first, end))
@@ -77,6 +80,15 @@ def make_plan(index: VideoIndex, indices: Sequence[int]) -> Plan:
     position = {frame: slot for slot, frame in enumerate(frames)}
     passes = tuple(Pass(tuple(_needed(index, slots, first, end))) for first, end in spans)
     return Plan(passes, slots, tuple(position[int(i)] for i in indices), tuple(frames))
+
+
+def _ended_before(index: VideoIndex, start: int) -> bool:
+    """Whether the sequence before a start point may have been ended there, by a NAL unit that says so or by an edit.
+
+    The pictures that a decoder still held are then lost, and so are the start point's leading ones; what of them comes out
+    depends on the decoder. Within a run across that place a frame could be taken for another.
+    """
+    return not index.unshown.isdisjoint(range(start - _MOST_HELD, start + _MOST_HELD + 1))
 
 
 def _needed(index: VideoIndex, wanted: Mapping[int, int], first: int, end: int) -> list[int]:

@@ -8,6 +8,46 @@ from collections.abc import Sequence
 from typing import Any
 
 
+class DecodeCaps(ctypes.Structure):
+    """CUVIDDECODECAPS of cuviddec.h. What is asked for stands first, then the answer."""
+
+    _fields_ = [
+        ("codec", ctypes.c_int),
+        ("chroma", ctypes.c_int),
+        ("bits_above_8", ctypes.c_uint),
+        ("_reserved", ctypes.c_uint * 3),
+        ("supported", ctypes.c_ubyte),
+        ("engines", ctypes.c_ubyte),
+        ("output_formats", ctypes.c_ushort),
+        ("most_width", ctypes.c_uint),
+        ("most_height", ctypes.c_uint),
+        ("most_macroblocks", ctypes.c_uint),
+        ("least_width", ctypes.c_ushort),
+        ("least_height", ctypes.c_ushort),
+        ("_rest", ctypes.c_uint * 11),
+    ]
+
+
+def decode_caps(gpu: int, codec: int, chroma: int, bits: int) -> DecodeCaps:
+    """What NVDEC of a GPU does with a codec (cudaVideoCodec), a chroma format (cudaVideoChromaFormat) and ``bits`` a sample.
+
+    PyNvVideoCodec's own question makes a CUDA context each time, and ends the process where there is no memory for one.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+        OSError: when the driver has no libnvcuvid.
+    """
+    caps = DecodeCaps(codec=codec, chroma=chroma, bits_above_8=bits - 8)
+    ask = ctypes.CDLL("libnvcuvid.so.1").cuvidGetDecoderCaps  # milliseconds: without the interpreter lock
+    driver = _driver()
+    _check(driver.cuCtxPushCurrent_v2(primary_context(gpu)))
+    try:
+        _check(ask(ctypes.byref(caps)))
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    return caps
+
+
 @functools.cache
 def _driver() -> Any:
     library = ctypes.PyDLL("libcuda.so.1")  # keeps the interpreter lock: these calls are shorter than winning it back
@@ -19,6 +59,7 @@ def _driver() -> Any:
     library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int]
     library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    library.cuInit(0)  # nothing where somebody has done it; what fails here fails again where it is told
     return library
 
 

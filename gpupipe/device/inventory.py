@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gpupipe.device import driver
 from gpupipe.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -229,16 +230,15 @@ def nvdec_caps(gpu: int, codec: str, chroma: str, bits: int) -> DecoderCaps:
     found = package("PyNvVideoCodec")
     if not found.present:
         return absent(f"PyNvVideoCodec cannot be used: {found.reason}")
-    nvc = load("PyNvVideoCodec")
     number = nvdec_codec(codec)
     chroma_number = {"4:0:0": 0, "4:2:0": 1, "4:2:2": 2, "4:4:4": 3}.get(chroma)
     if number is None or chroma_number is None:
         return absent(f"NVDEC has no {codec} {chroma}")
     try:
-        caps = nvc.GetDecoderCaps(gpuid=gpu, codec=number, chromaformat=nvc.cudaVideoChromaFormat(chroma_number), bitdepth=bits)
-    except (RuntimeError, ValueError) as error:
+        caps = driver.decode_caps(gpu, int(number), chroma_number, bits)
+    except (RuntimeError, OSError) as error:
         return absent(f"the driver's answer for {codec} {chroma} {bits} bit: {error}")
-    if not caps["supported"]:
+    if not caps.supported:
         return absent(f"this GPU's NVDEC does not decode {codec} {chroma} {bits} bit")
-    sizes = (caps["width_min"], caps["height_min"], caps["width_max"], caps["height_max"])
-    return DecoderCaps(True, max(1, caps["num_decoder_engines"]), *sizes, None)
+    sizes = (caps.least_width, caps.least_height, caps.most_width, caps.most_height)
+    return DecoderCaps(True, max(1, caps.engines), *sizes, None)
