@@ -93,6 +93,11 @@ def test_no_pass_goes_on_behind_an_ended_sequence(tmp_path: Path) -> None:
     assert ends
     for run in make_plan(index, range(index.info.frames)).passes:
         assert not [packet for packet in ends if run.first < packet <= run.last]
+        shown = index.in_show_order(run.packets)
+        frames = [packet for packet in index.display.tolist() if packet in run.packets]
+        assert [packet for packet in shown if packet not in index.unshown] == frames
+        if run.first == 0:
+            assert set(shown[-2:]) == {19, 20}, "still to be shown when the sequence ended"
 
 
 def test_frames_before_the_first_start_point_are_tried_from_the_first_packet() -> None:

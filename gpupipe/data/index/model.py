@@ -134,9 +134,12 @@ class VideoIndex:
         return self._starts[place]
 
     def in_show_order(self, packets: Sequence[int]) -> list[int]:
-        """Packets of one run, ascending, in the order in which their frames are shown."""
+        """Packets of one run, ascending, in the order in which their frames are shown.
+
+        Lost ones without a time of their own come last: they were still to be shown when their sequence ended.
+        """
         pts: list[int] = self.pts[packets[0] : packets[-1] + 1].tolist()
-        return sorted(packets, key=lambda packet: pts[packet - packets[0]])
+        return sorted(packets, key=lambda packet: (packet in self._untimed, pts[packet - packets[0]]))
 
     @cached_property
     def unshown(self) -> frozenset[int]:
@@ -144,6 +147,13 @@ class VideoIndex:
         rest = np.ones(len(self.pts), np.bool_)
         rest[self.display] = False
         return frozenset(np.flatnonzero(rest).tolist())
+
+    @cached_property
+    def _untimed(self) -> frozenset[int]:
+        """Packets that yield no frame and share their time with another: a demuxer had to make it up."""
+        times, counts = np.unique(self.pts, return_counts=True)
+        shared = set(times[counts > 1].tolist()) if self.unshown else set()
+        return frozenset(packet for packet in self.unshown if int(self.pts[packet]) in shared)
 
     @cached_property
     def keyframes(self) -> Int64s:
