@@ -16,6 +16,7 @@ from typing import Any
 from common import RESULTS
 
 README = RESULTS.parent.parent / "README.md"
+PERFORMANCE = README.parent / "docs" / "performance.md"
 CONFORMANCE = README.parent / "docs" / "conformance.md"
 CONCEPTS = README.parent / "docs" / "concepts.md"
 ELSEWHERE = ("conformance", "jitter")
@@ -24,6 +25,19 @@ _LONGEST = 60
 """Characters of an error in a table."""
 LEFT_OUT = ("first_batch_ms", "cpu_ms_per_clip")
 """Metrics that only the result files tell."""
+HEADLINES = {
+    "loader": "clips_per_s",
+    "decode": "clips_per_s",
+    "transform": "gpu_ms_per_clip",
+    "ops": "gpu_time_us",
+    "block": "step_ms",
+    "loader_train": "step_ms",
+    "train": "step_ms",
+}
+"""Of each benchmark the metric that README.md shows; docs/performance.md has them all."""
+SHORT_CASES = {"ops": re.compile(r"-n32768-h3072-|-c128-|^softmax"), "train": re.compile(r"^(?!.*loss)")}
+"""Of benchmarks with many cases those that README.md shows."""
+PLACES = ("host", "device")
 LIMITS = ("limit", "headspace")
 """Subjects that are no loaders: what the hardware allows, and the loop whose data is free."""
 WITHOUT_LIMIT = ("wait_ms_p99",)
@@ -89,12 +103,22 @@ def line(own: dict[str, Any], subjects: dict[str, dict[str, Any]]) -> str:
     return f"| {own['case']} | {own['metric']} | {variant}{cell(own)} | {peer} | {ratio} | {share} |"
 
 
-def section(folder: Path = RESULTS) -> str:
-    """The text between the markers."""
+def short(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a benchmark that README.md shows."""
+    name = data["benchmark"]
+    cases = SHORT_CASES.get(name, re.compile(""))
+    return [row for row in data["rows"] if row["metric"] == HEADLINES.get(name) and cases.search(row["case"])]
+
+
+def section(folder: Path = RESULTS, *, brief: bool = False) -> str:
+    """The tables of docs/performance.md, or with ``brief`` those of README.md."""
     parts = []
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text(encoding="utf-8"))
-        lines = compare(data["rows"]) if data["benchmark"] not in ELSEWHERE else []
+        if data["benchmark"] == "soak":
+            parts.append(soak(path.name, data))
+        rows = short(data) if brief else data["rows"]
+        lines = compare(rows) if data["benchmark"] not in ELSEWHERE else []
         if not lines:
             continue
         facts = facts_of(data)
@@ -112,6 +136,19 @@ def section(folder: Path = RESULTS) -> str:
         "that no wanted frame needs passes it."
     )
     return "\n\n".join([*parts, note]) + "\n"
+
+
+def soak(name: str, data: dict[str, Any]) -> str:
+    """What a long run came to, in a sentence."""
+    value = {row["metric"]: row["value"] for row in data["rows"]}
+    left = value["threads_left"] + value["processes_left"]
+    clips = value["seconds"] * value["clips_per_s"]
+    grown = (f"{value[f'{where}_growth_mib']:.1f} MiB ({where}, peak {number(value[f'{where}_peak_mib'])})" for where in PLACES)
+    return (
+        f"**soak** (`benchmarks/results/{name}`, {data['created'][:10]}): {clips:,.0f} clips in {value['seconds'] / 60:.0f} minutes,"
+        f" with bad files among the good; memory grew by {' and '.join(grown)};"
+        f" threads and processes left after closing: {left:.0f}."
+    )
 
 
 def facts_of(data: dict[str, Any]) -> str:
@@ -167,7 +204,7 @@ def _answer(rows: dict[tuple[str, str, str], dict[str, Any]], case: str, subject
 
 def pages() -> list[tuple[Path, str]]:
     """Each page with the text that belongs between its markers."""
-    return [(README, section()), (CONFORMANCE, conformance()), (CONCEPTS, jitter())]
+    return [(README, section(brief=True)), (PERFORMANCE, section()), (CONFORMANCE, conformance()), (CONCEPTS, jitter())]
 
 
 def rewritten(readme: str, text: str) -> str:

@@ -114,6 +114,18 @@ def test_headspace_is_a_limit_and_no_peer() -> None:
     assert figures.compare(rows)[0].endswith("| – | – |"), "nothing is divided by nothing"
 
 
+def test_readme_shows_the_headlines_alone() -> None:
+    rows = [
+        {**row(subject, value), "case": case, "metric": metric}
+        for subject, value in (("gpupipe", 2.0), ("peer", 4.0))
+        for case in ("norm-n32768-h3072-bf16-fwd", "norm-n1024-h3072-bf16-fwd")
+        for metric in ("gpu_time_us", "call_time_us")
+    ]
+    shown = figures.short({"benchmark": "ops", "rows": rows})
+    assert {(each["case"], each["metric"]) for each in shown} == {("norm-n32768-h3072-bf16-fwd", "gpu_time_us")}
+    assert figures.short({"benchmark": "unknown", "rows": rows}) == []
+
+
 def test_figures_do_not_hide_a_failure() -> None:
     assert "| failed | peer: 2.00 (2.00–2.00) | – | – |" in figures.compare([row("gpupipe", None), row("peer", 2.0)])[0]
     assert "| all failed | – | – |" in figures.compare([row("gpupipe", 2.0), row("peer", None)])[0]
