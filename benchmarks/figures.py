@@ -145,8 +145,8 @@ def soak(name: str, data: dict[str, Any]) -> str:
     clips = value["seconds"] * value["clips_per_s"]
     grown = (f"{value[f'{where}_growth_mib']:.1f} MiB ({where}, peak {number(value[f'{where}_peak_mib'])})" for where in PLACES)
     return (
-        f"**soak** (`benchmarks/results/{name}`, {data['created'][:10]}): {clips:,.0f} clips in {value['seconds'] / 60:.0f} minutes,"
-        f" with bad files among the good; memory grew by {' and '.join(grown)};"
+        f"**soak** (`benchmarks/results/{name}`, {data['created'][:10]}): {clips:,.0f} clips in"
+        f" {value['seconds'] / 60:.0f} minutes, with bad files among the good; memory grew by {' and '.join(grown)};"
         f" threads and processes left after closing: {left:.0f}."
     )
 
