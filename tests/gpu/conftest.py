@@ -12,13 +12,21 @@ import pytest
 os.environ.setdefault("GPUPIPE_AUTOTUNE", "off")
 
 KEPT_BYTES = 1 << 30
+SCARCE = 0.5
 
 
 @pytest.fixture(autouse=True)
 def share_the_memory() -> Iterator[None]:
-    """Gives back what torch keeps after a large test: decoders of other processes may need it."""
+    """Gives back what torch keeps after a large test, and idle decoders where memory is scarce: other processes need it."""
     yield
     import torch
 
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > KEPT_BYTES:
+    from gpupipe import free_decoders
+
+    if not torch.cuda.is_available():
+        return
+    if torch.cuda.memory_reserved() > KEPT_BYTES:
         torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    if free < SCARCE * total:
+        free_decoders()

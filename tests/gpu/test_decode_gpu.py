@@ -93,10 +93,17 @@ def test_what_nvdec_has_not_is_decoded_on_the_cpu(tricky: Path, name: str) -> No
         reader.planes([0])
 
 
-def test_a_damaged_stream_neither_hangs_nor_crashes(tricky: Path) -> None:
-    with VideoReader(tricky / "t13_bitflip.mp4", device="cuda") as reader:
-        first, again = (reader.frames(range(0, 120, 5)) for _ in range(2))
-    assert torch.equal(first, again)
+def test_damage_spoils_its_own_group_of_pictures_alone(tricky: Path) -> None:
+    """Frames 60 to 89 are damaged. NVDEC patches them up from whatever its memory holds, which is not always the same."""
+    whole = [*range(0, 60, 5), *range(90, 120, 5)]
+    path = tricky / "t13_bitflip.mp4"
+    with VideoReader(path, device="cuda") as hardware, VideoReader(path, device="cpu") as software:
+        expected = software.planes(whole)
+        for _ in range(2):
+            found = dict(zip(range(0, 120, 5), hardware.planes(range(0, 120, 5)), strict=True))
+            for index, theirs in zip(whole, expected, strict=True):
+                for name in ("y", "u", "v"):
+                    assert torch.equal(getattr(found[index], name).cpu(), getattr(theirs, name)), f"frame {index} plane {name}"
 
 
 def test_decoder_is_reused_across_sizes(clips: dict[str, Path], tricky: Path) -> None:
