@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from gpupipe.device.driver import drop_contexts
 from gpupipe.device.inventory import load, nvdec_codec
 from gpupipe.device.stream import fault
 from gpupipe.errors import DeviceMemoryError
-from gpupipe.types import PlaneFormat, Planes
+from gpupipe.types import PlaneFormat, Planes, VideoInfo
 
 if TYPE_CHECKING:
     import torch
@@ -53,10 +53,22 @@ class _Miscounted(Exception):
     """A run gave more or fewer frames than it has packets."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Session:
+    """A decoder, and what it is set for."""
+
     decoder: Any
+    kind: tuple[Any, ...]
     size: tuple[int, int]
+    coded: tuple[tuple[int, int], ...]
+
+    def can_turn_to(self, size: tuple[int, int], coded: tuple[tuple[int, int], ...]) -> bool:
+        """Whether it can decode videos of another display size.
+
+        It is set anew where the coded size changes. Where that is the same, it goes on cutting pictures for the old display
+        size, and what is copied out is not all picture.
+        """
+        return self.size == size or not set(self.coded) & set(coded)
 
 
 class NvdecDecoder:
@@ -76,7 +88,8 @@ class NvdecDecoder:
         self.keep = keep
         self.created = 0
         """Sessions opened so far."""
-        self._sessions: OrderedDict[tuple[Any, ...], _Session] = OrderedDict()
+        self._sessions: list[_Session] = []
+        """Least recently used first."""
         self._scratch = Scratch()
         self._bitstream = Bitstream()
 
@@ -100,9 +113,9 @@ class NvdecDecoder:
         return self._decode(index, plan, stop, files, by_count=False)
 
     def _decode(self, index: VideoIndex, plan: Plan, stop: Stop, files: OpenFiles, *, by_count: bool) -> Planes:
-        key = self._key(index)
+        session = None
         try:
-            session = self._session(key, index)
+            session = self._session(index)
             target = _Target(index, plan, self._store)
             with PacketFeed(index, files, self._scratch) as feed:
                 for run in plan.passes:
@@ -114,10 +127,10 @@ class NvdecDecoder:
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
         except Stopped:  # an epoch that is broken off must not cost its sessions: the next one would wait for others
-            self._rewind(key)
+            self._rewind(session)
             raise
         except BaseException as error:
-            self._drop(key)  # its parser may hold half a stream
+            self._drop(session)  # its parser may hold half a stream
             if isinstance(error, self._nvc.PyNvVCException | self._nvc.PyNvVCExceptionUnsupported):
                 raise _explained(error, index.info.path) from error
             raise
@@ -199,8 +212,8 @@ class NvdecDecoder:
         packet.decode_flag = int(self._nvc.VideoPacketFlag.ENDOFSTREAM)
         return packet
 
-    def _key(self, index: VideoIndex) -> tuple[Any, ...]:
-        """Streams of one key share a decoder.
+    def _kind(self, index: VideoIndex) -> tuple[Any, ...]:
+        """Streams of one kind can share a decoder.
 
         NVDEC's parser keeps to the number of surfaces of the first stream, so that one which holds more pictures would find
         some overwritten.
@@ -209,50 +222,53 @@ class NvdecDecoder:
         room = tuple(-(-side // _CLASS) * _CLASS for side in (info.width, info.height))
         return info.codec, info.pix_fmt, pictures_held(info.codec, index.sets_at(0)[0]), room
 
-    def _session(self, key: tuple[Any, ...], index: VideoIndex) -> _Session:
-        size = (index.info.width, index.info.height)
-        session = self._sessions.get(key)
+    def _session(self, index: VideoIndex) -> _Session:
+        """A decoder set for a video: one that is, one that can be, or a new one."""
+        kind, size, coded = self._kind(index), (index.info.width, index.info.height), _coded(index.info)
+        fitting = [each for each in self._sessions if each.kind == kind and each.can_turn_to(size, coded)]
+        session = next((each for each in fitting if each.size == size), fitting[0] if fitting else None)
         if session is None:
             while len(self._sessions) >= self.keep:
-                self._drop(next(iter(self._sessions)))
+                self._drop(self._sessions[0])
             decoder = self._nvc.CreateDecoder(
                 gpuid=self._stream.device_index,
                 codec=nvdec_codec(index.info.codec),
                 cudacontext=0,
                 cudastream=self._stream.cuda_stream,
                 usedevicememory=True,
-                maxwidth=key[-1][0],
-                maxheight=key[-1][1],
+                maxwidth=kind[-1][0],
+                maxheight=kind[-1][1],
             )
-            session = self._sessions[key] = _Session(decoder, size)
+            session = _Session(decoder, kind, size, coded)
+            self._sessions.append(session)
             self.created += 1
         elif session.size != size:
             session.decoder.setReconfigParams(*size)
-            session.size = size
-        self._sessions.move_to_end(key)
+            session.size, session.coded = size, coded
+        self._sessions.remove(session)
+        self._sessions.append(session)
         return session
 
-    def _rewind(self, key: tuple[Any, ...]) -> None:
+    def _rewind(self, session: _Session | None) -> None:
         """Makes a decoder that was left amid a run let go of its pictures, so that the next plan can have it."""
-        session = self._sessions.get(key)
         if session is None:
             return
         try:
             session.decoder.SetSeekPTS(_NEVER)
             drop_contexts(len(session.decoder.Decode(self._end())))
         except Exception:  # whatever is wrong with it, another one takes its place
-            self._drop(key)
+            self._drop(session)
 
-    def _drop(self, key: tuple[Any, ...]) -> None:
+    def _drop(self, session: _Session | None) -> None:
         """Lets a decoder go, once the copies from its surfaces have passed."""
-        session = self._sessions.pop(key, None)
-        if session is not None:
+        if session in self._sessions:
+            self._sessions.remove(session)
             self._stream.synchronize()
 
     def close(self) -> None:
         """Lets all decoders go."""
-        for key in list(self._sessions):
-            self._drop(key)
+        for session in list(self._sessions):
+            self._drop(session)
 
 
 class _Target:
@@ -322,6 +338,16 @@ class _Target:
             missing = self._plan.frames[self._found.index(False)]
             raise Unsupported(f"NVDEC left out frame {missing}")
         return self._store.planes(len(self._found), self._format)
+
+
+def _coded(info: VideoInfo) -> tuple[tuple[int, int], ...]:
+    """What the coded size may be, (width, height): as FFmpeg has it, and rounded up as NVDEC may.
+
+    In whole macroblocks in H.264; how far NVDEC rounds in other codecs is not known, so no two sizes of a class are told apart.
+    """
+    step = 16 if info.codec == "h264" else _CLASS
+    height, width = info.coded_size or (info.height, info.width)
+    return (width, height), (-(-info.width // step) * step, -(-info.height // step) * step)
 
 
 def _explained(error: BaseException, path: str) -> Exception:
