@@ -37,13 +37,15 @@ def attend(
         order = [backend for backend in order if backend != _FLASH]
     parts = []
     with sdpa_kernel(order, set_priority=True):
+        if q.shape[0] <= most:  # not as a slice of all: its backward would fill and copy each gradient once more
+            return scaled_dot_product_attention(q, k, v, attn_mask=bias, is_causal=causal, scale=scale)
         for at in range(0, q.shape[0], most):
             own = slice(at, at + most)
             own_bias = bias[own] if bias is not None and bias.dim() == 4 and bias.shape[0] > 1 else bias
             parts.append(
                 scaled_dot_product_attention(q[own], k[own], v[own], attn_mask=own_bias, is_causal=causal, scale=scale)
             )  # fmt: skip
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return torch.cat(parts)
 
 
 def flash_samples(q: torch.Tensor, k: torch.Tensor) -> int:
