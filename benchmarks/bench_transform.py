@@ -231,7 +231,8 @@ def main() -> None:
     command.add_argument("--runs", type=int, default=30)
     command.add_argument("--budget", type=float, default=5.0, help="seconds after which a slow subject stops early")
     command.add_argument("--out", type=Path, default=RESULTS)
-    command.add_argument("--ncu", action="store_true", help="measure device memory traffic; minutes more")
+    command.add_argument("--ncu", action="store_true", help="measure device memory traffic; half a minute a case and subject")
+    command.add_argument("--append", action="store_true", help="keep the rows of other cases in the result file")
     command.add_argument("--quick", action="store_true", help="a tiny case on the CPU, to see that everything runs")
     command.add_argument("--profiled", action="store_true", help=argparse.SUPPRESS)
     given = command.parse_args()
@@ -253,7 +254,7 @@ def main() -> None:
     facts = machine_facts()
     if device.type == "cpu":
         facts["gpu"] = None
-    print(write_results("transform", rows, facts, given.out))
+    print(write_results("transform", rows, facts, given.out, keep_other_cases=given.append))
 
 
 if __name__ == "__main__":

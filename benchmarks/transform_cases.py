@@ -54,7 +54,8 @@ def make_clips(case: Case, device: torch.device) -> list[Clip]:
         case.width, case.height, case.width // 2, case.height // 2, case.bits, 6 if case.bits > 8 else 0, interleaved=True
     )
     pitch = -(-form.row_samples * form.sample_bytes // PITCH_BYTES) * PITCH_BYTES // form.sample_bytes
-    rows, columns = np.arange(form.rows)[:, None], np.arange(pitch)[None]
+    rows, columns = np.arange(form.rows, dtype=np.float32)[:, None], np.arange(pitch, dtype=np.float32)[None]
+    dtype = np.uint8 if case.bits == 8 else np.uint16
     info = VideoInfo(
         path="made up", container="none", codec="none", pix_fmt="none", width=case.width, height=case.height, frames=FRAMES,
         time_base=Fraction(1, 30), fps=30.0, start_seconds=0.0, duration_seconds=FRAMES / 30, bit_depth=case.bits,
@@ -66,8 +67,8 @@ def make_clips(case: Case, device: torch.device) -> list[Clip]:
         frames = []
         for k in range(FRAMES):
             wave = np.sin((rows + 3 * k) / 37) * np.cos((columns + 50 * number) / 53)
-            codes = (0.5 + 0.2 * wave + 0.03 * rng.random((form.rows, pitch))) * 2**case.bits
-            frames.append((codes.astype(np.int64) << form.shift).astype(np.uint8 if case.bits == 8 else np.uint16))
+            codes = (0.5 + 0.2 * wave + 0.03 * rng.random((form.rows, pitch), dtype=np.float32)) * 2**case.bits
+            frames.append(codes.astype(dtype) << form.shift)
         data = torch.from_numpy(np.stack(frames)).to(device)
         clips.append(Clip(Planes(data, form), info, transform.draw(info, np.random.default_rng(number))))
     return clips
