@@ -21,8 +21,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from bench_transform import case_of, gpupipe, make_clips, wait
+from bench_transform import wait
 from common import RESULTS, Row, summarise, write_results
+from transform_cases import case_of, make_clips
+from transform_subjects import gpupipe
 
 from gpupipe.cli.demo_model import TinyVideoNet
 
