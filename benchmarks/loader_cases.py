@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import av
 import numpy as np
@@ -158,9 +159,9 @@ def _normalisation(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, std
 
 
-def decode_cpu(path: str, wanted: Sequence[int]) -> torch.Tensor:
+def decode_cpu(path: str | BinaryIO, wanted: Sequence[int]) -> torch.Tensor:
     """(N, 3, H, W) uint8 RGB of the display frames ``wanted`` (ascending), by PyAV: seek to the keyframe, decode, convert."""
-    with av.open(path) as container:
+    with av.open(path, "r") as container:
         stream = container.streams.video[0]
         stream.codec_context.thread_count = 1
         assert stream.average_rate is not None

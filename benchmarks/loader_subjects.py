@@ -32,9 +32,16 @@ class Session(Protocol):
 
 
 class Gpupipe:
-    """One VideoLoader over all visits; ``decode`` are fields of its DecodeConfig."""
+    """One VideoLoader over all visits; ``decode`` and ``cache`` are fields of its DecodeConfig and CacheConfig."""
 
-    def __init__(self, case: Case, draws: Sequence[Draw], device: torch.device, decode: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        case: Case,
+        draws: Sequence[Draw],
+        device: torch.device,
+        decode: dict[str, Any],
+        cache: dict[str, Any] | None = None,
+    ) -> None:
         from gpupipe import VideoLoader
 
         self.loader = VideoLoader(
@@ -44,6 +51,7 @@ class Gpupipe:
             batch=case.batch,
             device=str(device),
             decode=decode,
+            cache=cache or {},
             shuffle=False,
             on_bad_file="raise",
         )

@@ -254,6 +254,7 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
         ("bench_transform", ["--quick"]),
         ("bench_beside", ["--quick"]),
         ("bench_jitter", ["--quick"]),
+        ("bench_storage", ["--quick"]),
         ("bench_loader_train", ["--quick"]),
         ("bench_ops", ["--quick"]),
         ("bench_block", ["--quick"]),

@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -95,6 +96,53 @@ def test_files_beside_a_video_become_columns(shard: Path) -> None:
     assert [entry.path.rpartition("::")[2] for entry in entries] == ["cat/a.0.mp4", "cat/b.webm", "dog/c.avi"]
     assert entries[1].columns == {"score": 0.5, "tags": ["x", None], "label": 1, "txt": "clip 1 – ä"}
     assert column_kinds(entries, ["score", "txt"]) == {"label": "int", "score": "float", "txt": "text"}
+
+
+def array_of(values: np.ndarray) -> bytes:
+    data = io.BytesIO()
+    np.save(data, values)
+    return data.getvalue()
+
+
+def test_arrays_beside_a_video_are_columns_of_arrays(clips: dict[str, Path], tmp_path: Path) -> None:
+    members: dict[str, Path | str | bytes] = {}
+    for number in range(2):
+        members[f"{number}.mp4"] = clips["h264"]
+        members[f"{number}.npy"] = array_of(np.full((2, 3), number, np.float32))
+        members[f"{number}.pose.NPY"] = array_of(np.array([number]))
+        members[f"{number}.json"] = json.dumps({"score": number})
+    path = write_shard(tmp_path / "s.tar", members)
+    options: dict[str, Any] = {"clip": {"frames": 2}, "transform": {"size": 16}, "batch": 2, "device": "cpu", "shuffle": False}
+    for _ in range(2):  # as it is listed, and as the list was kept
+        with VideoLoader(path, **options, columns=["npy", "pose", "score"]) as loader:
+            (batch,) = loader
+        assert batch["npy"].dtype == torch.float32
+        assert batch["npy"][:, 1, 2].tolist() == [0, 1]
+        assert batch["pose"].tolist() == [[0], [1]]
+        shards._shards.clear()
+    with VideoLoader(path, **options) as loader:
+        assert "npy" not in next(iter(loader)), "only what is asked for"
+
+
+def test_arrays_in_shards_that_cannot_be_used_are_named(clips: dict[str, Path], tmp_path: Path) -> None:
+    pickled = io.BytesIO()
+    np.save(pickled, np.array([object()]), allow_pickle=True)
+    options: dict[str, Any] = {
+        "clip": {"frames": 2},
+        "transform": {"size": 16},
+        "batch": 1,
+        "device": "cpu",
+        "columns": ["npy"],
+    }
+    one = write_shard(tmp_path / "one.tar", {"a.mp4": clips["h264"], "a.npy": pickled.getvalue()})
+    with pytest.raises(SourceError, match=r"one\.tar::a\.npy: it holds object, not real numbers"):
+        VideoLoader(one, **options)
+    lacking = write_shard(tmp_path / "two.tar", {"a.mp4": clips["h264"], "a.npy": array_of(np.ones(2)), "b.mp4": clips["vp9"]})
+    with pytest.raises(SourceError, match=r"two\.tar::b\.mp4 names no file in column 'npy'"):
+        VideoLoader(lacking, **options)
+    twice = write_shard(tmp_path / "three.tar", {"a.mp4": clips["h264"], "a.npy": array_of(np.ones(2)), "a.json": '{"npy": 1}'})
+    with pytest.raises(SourceError, match=r"a\.npy gives 'npy', which another file"):
+        VideoLoader(twice, **options)
 
 
 def test_a_loader_takes_patterns_lists_and_folders_of_shards(clips: dict[str, Path], tmp_path: Path) -> None:

@@ -207,7 +207,11 @@ def test_arguments_override_single_fields_of_a_configuration(tmp_path: Path) -> 
         base.override({"colums": ()})
 
 
-def test_an_error_says_what_the_field_is_for() -> None:
+def test_an_error_says_what_the_field_is_for_in_a_sentence() -> None:
+    """The whole text of some fields fills a screen, with the error somewhere above it."""
+    with pytest.raises(ConfigError) as long:
+        LoaderConfig(jitter={"depth": 0})
+    assert long.value.fix == "depth: Batches in preparation or ready, not yet taken by the consumer."
     with pytest.raises(ConfigError) as caught:
         LoaderConfig(transform={"ratio": 3})
     assert "aspect ratio" in (caught.value.fix or "")

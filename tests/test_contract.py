@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from gpupipe import Batch, VideoLoader
-from gpupipe.errors import ClosedError, GpupipeError, OpenError, SampleError
+from gpupipe.errors import ClosedError, ConfigError, GpupipeError, OpenError, SampleError
 from gpupipe.types import Clip
 
 OPTIONS: dict[str, Any] = {
@@ -165,6 +165,14 @@ def test_a_dataloader_with_workers_around_it_is_refused(loader: VideoLoader) -> 
     around = DataLoader(loader.as_dataloader().dataset, batch_size=None, num_workers=1, multiprocessing_context="fork")
     with pytest.raises(ClosedError, match="threads of its own"):
         next(iter(around))
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"batch_size": 2, "num_workers": 1}])
+def test_a_dataloader_of_the_loader_itself_says_what_to_take_instead(loader: VideoLoader, options: dict[str, Any]) -> None:
+    """Torch takes it for a map-style dataset, and would say that it is not subscriptable."""
+    with pytest.raises(ConfigError, match=r"loader\.as_dataloader\(\)"):
+        next(iter(DataLoader(loader, **options)))
+    assert len(list(loader)) == len(loader)
 
 
 # Several loaders, and ranks

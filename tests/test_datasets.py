@@ -227,6 +227,26 @@ def test_a_video_column_gives_its_paths(hf: Any, paths: list[str]) -> None:
     assert (one.text["caption"], two["vector"].tolist()) == (["a", "b"], [[1.0, 1.0], [1.5, 1.0]])
 
 
+def test_classes_of_a_dataset_keep_their_names_and_numbers(hf: Any, paths: list[str]) -> None:
+    """Sorted by name, or unnamed, predictions would be read as other classes."""
+    names = hf.ClassLabel(names=["walk", "jump"])
+    data = hf.Dataset.from_dict({"path": paths, "label": [0, 1, 1, 0]}).cast_column("label", names)
+    with VideoLoader(data, **SMALL) as loader:
+        assert loader.classes == ("walk", "jump")
+        assert [batch["label"].tolist() for batch in loader] == [[0, 1], [1, 0]]
+    with VideoLoader(data, **SMALL, source={"classes": ["jump", "sit", "walk"]}) as loader:
+        assert loader.classes == ("jump", "sit", "walk")
+        assert [batch["label"].tolist() for batch in loader] == [[2, 0], [0, 2]]
+    named = data.rename_column("label", "action")
+    with VideoLoader([named, named], **SMALL, source={"label_column": "action"}) as loader:
+        assert loader.classes == ("walk", "jump")
+    other = data.cast_column("label", hf.ClassLabel(names=["jump", "walk"]))
+    with pytest.raises(SourceError, match="number their classes differently: walk, jump, and jump, walk"):
+        VideoLoader([data, other], **SMALL)
+    with pytest.raises(SourceError, match=r"'walk', which source\.classes does not name"):
+        VideoLoader(data, **SMALL, source={"classes": ["jump"]})
+
+
 def test_rows_come_in_the_order_that_the_dataset_was_given(hf: Any, paths: list[str]) -> None:
     data = hf.Dataset.from_dict({"path": paths, "label": [0, 1, 2, 3], "other": [{}] * 4}).select([3, 0, 2]).shuffle(seed=1)
     entries = collect(data, CONFIG)

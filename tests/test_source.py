@@ -137,6 +137,18 @@ def test_csv_columns_become_numbers_where_all_cells_are(tmp_path: Path) -> None:
     assert kinds == {"label": "int", "score": "float", "caption": "text", "code": "text", "take": "text"}
 
 
+def test_an_empty_cell_among_numbers_is_missing_and_makes_them_no_text(tmp_path: Path) -> None:
+    """One blank of thousands would turn a column of scores into text, silently."""
+    path = table(tmp_path / "t.csv", "path,score,start_frame,note", "a.mp4,0.5,3,", "b.mp4, ,,x", "c.mp4,nan,,")
+    entries = collect(path, CONFIG)
+    assert [entry.columns["score"] for entry in entries[:2]] == [0.5, None]
+    assert [start_frame(entry) for entry in entries] == [3, None, None]
+    with pytest.raises(SourceError, match=r"b\.mp4 \(.*t\.csv line 3\) has no value in column 'score'.*\n.*nan"):
+        column_kinds(entries, ["score"])
+    assert column_kinds([entries[0], entries[2]], ["score", "note"]) == {"score": "float", "note": "text"}
+    assert column_kinds(entries, ["note"]) == {"note": "text"}, "text may be empty"
+
+
 def test_csv_with_byte_order_mark_quotes_and_windows_line_ends(tmp_path: Path) -> None:
     path = tmp_path / "list.CSV"
     path.write_bytes('\ufeffpath,caption\r\n"a, b.mp4","two\nlines"\r\n'.encode())
@@ -383,7 +395,7 @@ def test_labels_that_are_not_all_names_are_not_numbered(labels: list[Any]) -> No
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        (["path,label", "a.mp4,1", "b.mp4,"], r"b\.mp4 \(.*t\.csv line 3\) has ''"),
+        (["path,label", "a.mp4,1", "b.mp4,"], r"b\.mp4 \(.*t\.csv line 3\) has no label, and other rows have one"),
         (["a.mp4 3", "b.mp4 4"], r"first line of .* names no column 'path'; its columns are a\.mp4 3\n.*path,label"),
         (["a.mp4,3"], r"first line of .* names no column 'path'; its columns are a\.mp4, 3"),
     ],

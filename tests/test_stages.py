@@ -499,6 +499,23 @@ def test_the_rule(figures: dict[str, float], named: tuple[str, ...], words: str)
     assert words in found.text
 
 
+@pytest.mark.parametrize(
+    ("figures", "advised", "said"),
+    [
+        ({"wait": 1, "room": 150, "decode": 50}, False, True),
+        ({"wait": 8, "room": 150, "decode": 50}, False, False),
+        ({"wait": 1, "room": 10, "decode": 190}, False, True),
+        ({"wait": 5, "room": 10, "decode": 190}, True, False),
+        ({"wait": 95, "decode": 150}, True, False),
+    ],
+)
+def test_nothing_is_advised_where_nothing_is_to_be_gained(figures: dict[str, float], advised: bool, said: bool) -> None:
+    """Else users tune stages that cost them nothing."""
+    found = limit(made_up(**figures))
+    assert bool(found.help) == advised, found
+    assert ("faster data would gain nothing" in found.text) == said
+
+
 def test_a_limit_between_two_looks_leaves_out_what_was_before() -> None:
     early = made_up(wait=95, decode=200)
     late = made_up(seconds=200, wait=95, decode=240, room=160)

@@ -22,7 +22,7 @@ import pytest
 from gpupipe import VideoLoader
 from gpupipe.data import index, pipeline, tasks
 from gpupipe.data.assembly import Assembly
-from gpupipe.errors import ConfigError, DeviceMemoryError, OpenError
+from gpupipe.errors import ConfigError, DeviceError, DeviceMemoryError, OpenError
 
 SMALL: dict[str, Any] = {"clip": {"frames": 2}, "transform": {"size": 16}, "device": "cpu", "batch": 2}
 
@@ -132,7 +132,7 @@ def test_a_thread_that_cannot_start_leaves_none_behind(folder: Path, monkeypatch
 
     with VideoLoader(folder, **SMALL, decode={"threads": 4}) as loader:
         monkeypatch.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="can't start new thread"):
+        with pytest.raises(DeviceError, match="can't start new thread"):
             iter(loader)
         assert not threads()
         monkeypatch.undo()

@@ -230,8 +230,15 @@ def _right_name(model: type[BaseModel], name: str) -> tuple[str, str | None]:
     return (f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(model.model_fields)}"), None
 
 
+def _first_sentence(text: str) -> str:
+    """All of it is in docs/configuration.md."""
+    plain = " ".join(text.replace("``", "`").split())
+    found = re.match(r".+?\.(?=\s|$)", plain)
+    return found[0] if found else plain
+
+
 def _meaning(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
-    """What the field at a place of a model is for; for a place that is no field, which fields there are."""
+    """What the field at a place of a model is for, in a sentence; for a place that is no field, which fields there are."""
     for part in place:
         field = model.model_fields.get(str(part))
         if field is None:
@@ -239,5 +246,5 @@ def _meaning(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             model = field.annotation
         elif field.description:
-            return f"{part}: {' '.join(field.description.replace('``', '`').split())}"
+            return f"{part}: {_first_sentence(field.description)}"
     return f"{model.__name__} has {', '.join(model.model_fields)}"

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from gpupipe.data.limit import within_limit
+
 Engine = TypeVar("Engine")
 Work = TypeVar("Work")
 
@@ -197,6 +199,7 @@ class Crew(Generic[Engine, Work]):
         """The time of this crew's clock, which stands still while the process is stopped."""
         return self._looks * self._interval
 
+    @within_limit("a thread cannot be started")
     def _start(self, worker: Worker[Engine, Work]) -> None:
         worker.thread = threading.Thread(target=self._live, args=(worker,), name=f"{self._name}-{worker.line}", daemon=True)
         worker.thread.start()

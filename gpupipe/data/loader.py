@@ -207,6 +207,18 @@ class VideoLoader:
         """This loader as a ``torch.utils.data.DataLoader`` of the same batches, for tools that insist on one."""
         return LoaderView(self)
 
+    def __getitems__(self, numbers: Any) -> Any:
+        """What torch's DataLoader asks of a dataset, for which it has taken this.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "torch's DataLoader was put around a VideoLoader, which makes whole batches by itself",
+            fix="iterate the VideoLoader; where a DataLoader is insisted on give loader.as_dataloader(), and for single clips "
+            "loader.dataset",
+        )
+
     def upcoming(self) -> list[int]:
         """The videos of this rank's next ``iter()`` in the order in which they come, as positions in ``dataset.paths``."""
         return [request.entry for one in self._run.groups() for request in one.requests]

@@ -4,10 +4,11 @@ The rule. Two shares of a stretch of time are held against each other: *waiting*
 could win; and *room*, of the threads' time, in which they stand still since enough batches are ahead, which a faster loop could
 win.
 
-1. Both are under 10 %: data and loop keep pace. The stage that takes the most of the threads is named beside the loop.
+1. Both are under 10 %: data and loop keep pace. The stage that takes the most of the threads is named beside the loop. Where
+   waiting is under 2 % nothing is advised, for there is nothing to gain.
 2. Waiting is at least twice room: the data limits. The stage named is the one that takes the most of the threads' time; with it
    any other that takes at least 60 % as much. What threads wait for an index counts for the index.
-3. Room is at least twice waiting: the training loop limits.
+3. Room is at least twice waiting: the training loop limits, and nothing is advised.
 4. Else batches come unevenly: slow videos hold up those behind them, or the loop takes batches in bursts.
 
 Each epoch starts empty. The wait for its first batch is left out of *waiting*, and told beside it where it takes 10 % or more.
@@ -22,10 +23,13 @@ from dataclasses import dataclass, replace
 from gpupipe.data.stages import CREW, StageFigures
 
 _LITTLE = 0.10
+_NOTHING = 0.02
+"""Waiting below which faster data would gain nothing, so that nothing is advised."""
 _TIMES = 2.0
 _ALIKE = 0.60
 _WORTH_TELLING = 0.25
 
+_NO_GAIN = "faster data would gain nothing"
 _HELP = {
     "index": "`gpupipe index` makes indices ahead of training",
     "plan": "more clip.clips_per_video: a visit is planned once for all of them",
@@ -34,7 +38,6 @@ _HELP = {
     "transform": "fewer or cheaper changes of the picture, a smaller size",
     "custom": "your own before= or after= transform",
     "assemble": "fewer columns, or no transform.mix",
-    "consumer": "nothing on the data side: it has time left",
     "uneven": "a larger jitter.depth, or jitter={'in_order': False}",
 }
 
@@ -49,7 +52,7 @@ class Limit:
     text: str
     """A sentence for people."""
     help: str = ""
-    """What to try."""
+    """What to try; empty where faster data would gain little or nothing."""
     waiting: float = 0.0
     """Share of the loop's time, 0 to 1, in which it waits for a batch."""
     room: float = 0.0
@@ -101,11 +104,14 @@ def _weigh(waiting: float, room: float, top: tuple[str, ...], shares: Mapping[st
     waits = f"the training loop waits {_percent(waiting)} of the time"
     if waiting < _LITTLE and room < _LITTLE:
         text = f"data and training loop keep pace: {_busy(top, shares, threads)}, {waits}"
+        if waiting < _NOTHING:
+            return Limit(("consumer", *top), f"{text}; {_NO_GAIN}", "", waiting, room)
         return Limit(("consumer", *top), text, _HELP[top[0]], waiting, room)
     if room >= _TIMES * waiting:
         blocked = f"{threads} {_verb('waits', 'wait', threads)} for room {_percent(room)} of it"
         text = f"the training loop limits: it is busy {_percent(1 - waiting)} of the time, {blocked}"
-        return Limit(("consumer",), text, _HELP["consumer"], waiting, room)
+        text += f"; {_NO_GAIN}" if waiting < _NOTHING else ""
+        return Limit(("consumer",), text, "", waiting, room)
     if waiting >= _TIMES * room:
         verb = "limits" if len(top) == 1 else "limit together"
         text = f"{_and(top)} {verb}: {_busy(top, shares, threads, 'there')}, {waits}"

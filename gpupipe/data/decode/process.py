@@ -21,7 +21,7 @@ from gpupipe.data.child import Child, ChildEnded
 from gpupipe.data.limit import most_open
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, Stopped, never
-from gpupipe.errors import DecodeError, DeviceError, OpenError
+from gpupipe.errors import DecodeError, DeviceError, DeviceMemoryError, OpenError
 from gpupipe.types import PlaneFormat, Planes
 
 if TYPE_CHECKING:
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
 
 _START_SECONDS = 120.0
 """How long a process may take to get ready."""
-_ERRORS: dict[str, type[OpenError | DecodeError | DeviceError]] = {
+_ERRORS: dict[str, type[OpenError | DecodeError | DeviceError | DeviceMemoryError]] = {
     "OpenError": OpenError,
     "DecodeError": DecodeError,
     "DeviceError": DeviceError,
+    "DeviceMemoryError": DeviceMemoryError,
 }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import ByteStream, for_ffmpeg, open_file
-from gpupipe.data.limit import no_more_files, too_many
+from gpupipe.data.limit import memory_is_short, no_more_files, no_more_memory, too_many
 from gpupipe.errors import OpenError
 
 _WITHOUT_PICTURES = {"skip_frame": "all"}
@@ -27,6 +27,7 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
     Raises:
         OpenError: when it cannot be opened or has no video.
         DeviceError: when the process may open no more files.
+        DeviceMemoryError: when memory is short.
     """
     import av
 
@@ -37,6 +38,8 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
         _raise_failure(source)
         if too_many(error):
             raise no_more_files(f"cannot open {path}", path) from error
+        if memory_is_short():
+            raise no_more_memory(f"cannot open {path}", error, path) from error
         reason = getattr(error, "strerror", None) or error
         fix = "is the file whole, and a video?"
         if _tells_all(path):
@@ -71,6 +74,9 @@ def whole_packets(container: InputContainer, stream: VideoStream, faults: list[s
 
     Args:
         faults: gets a line for each packet that is left out because it is damaged, and for what ended the file early.
+
+    Raises:
+        MemoryError: when memory is short, which is no fault of the file's.
     """
     import av
 
@@ -90,6 +96,8 @@ def whole_packets(container: InputContainer, stream: VideoStream, faults: list[s
             continue
         except av.error.FFmpegError as error:
             _raise_failure(_source(container))
+            if memory_is_short():
+                raise MemoryError(str(error)) from error
             if not found:
                 raise
             faults.append(str(error.strerror))
@@ -106,15 +114,23 @@ def decoded(context: Any, packet: Packet[Any] | None, faulty: set[int] | None = 
 
     Args:
         faulty: gets the times, in ticks, of packets that were refused and of frames that FFmpeg patched up.
+
+    Raises:
+        MemoryError: when memory is short, which is no fault of the packet's.
     """
     import av
 
     faulty = set() if faulty is None else faulty
     try:
         frames = list(context.decode(packet))
-    except av.error.FFmpegError:
+    except av.error.FFmpegError as error:
+        if memory_is_short():
+            raise MemoryError(str(error)) from error
         if packet is not None and packet.pts is not None:
             faulty.add(packet.pts)
         return []
-    faulty.update(frame.pts for frame in frames if frame.is_corrupt and frame.pts is not None)
+    corrupt = [frame.pts for frame in frames if frame.is_corrupt and frame.pts is not None]
+    if corrupt and memory_is_short():
+        raise MemoryError("a decoder had not enough of it for a whole picture")
+    faulty.update(corrupt)
     return frames

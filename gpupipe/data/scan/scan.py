@@ -14,6 +14,7 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, cast
 
 from gpupipe.data.bytes import Identity, VideoFile, open_file
+from gpupipe.data.limit import memory_is_short, no_more_memory
 from gpupipe.data.scan.bitstream.nal import nal_length_size, parameter_sets
 from gpupipe.data.scan.bitstream.reference import Picture, opening, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences, sequences_of_extradata
@@ -129,6 +130,7 @@ def scan(identity: Identity, stop: Stop = never, begun: Callable[[], object] = l
 
     Raises:
         OpenError: when the file cannot be opened, has no video, or its first frame cannot be decoded.
+        DeviceMemoryError: when memory is short.
         Stopped: when ``stop()`` turned true.
     """
     import av
@@ -139,7 +141,9 @@ def scan(identity: Identity, stop: Stop = never, begun: Callable[[], object] = l
         with container:
             try:
                 return _scan(identity, container, stream, stop)
-            except av.error.FFmpegError as error:
+            except (av.error.FFmpegError, MemoryError) as error:
+                if not isinstance(error, av.error.FFmpegError) or memory_is_short():
+                    raise no_more_memory(f"{path} cannot be indexed", error, path) from error
                 message = f"{path} cannot be indexed: {error.strerror}"
                 raise OpenError(message, fix="is the file whole?", path=path) from error
 

@@ -36,6 +36,12 @@ class Arrays:
     file: bool = False
 
 
+class ArrayFile(str):
+    """The name of a .npy file, in a column whose values are what such files hold."""
+
+    __slots__ = ()
+
+
 def is_list(value: Any) -> bool:
     """Whether a value holds several: a list, a NumPy array, a tensor."""
     if isinstance(value, np.generic):
@@ -130,7 +136,7 @@ def files_of(entries: list[Entry], name: str) -> Arrays:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise SourceError(
                 f"{entry.named} names no file in column {name!r}: {path!r}",
-                fix="give the path of a .npy file in each row, or leave the column out of source.npy_columns",
+                fix="give the path of a .npy file in each row, or do not ask for the column",
             )
         paths.append(os.fspath(path))
     reason = ""

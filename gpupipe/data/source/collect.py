@@ -247,6 +247,15 @@ def number_labels(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]
     return [replace(entry, columns={**entry.columns, "label": numbers[entry.columns["label"]]}) for entry in entries]
 
 
+def name_labels(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
+    """The entries with the name for each label that is a number among ``names``."""
+
+    def named(label: Any) -> Any:
+        return names[label] if isinstance(label, int) and 0 <= label < len(names) else label
+
+    return [replace(entry, columns={**entry.columns, "label": named(entry.columns.get("label"))}) for entry in entries]
+
+
 def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
     for entry in entries:
         if column not in entry.columns or "label" in entry.columns:

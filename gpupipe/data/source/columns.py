@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from gpupipe.data.source.arrays import Arrays, arrays_of, files_of, is_list
+from gpupipe.data.source.arrays import ArrayFile, Arrays, arrays_of, files_of, is_list
 from gpupipe.errors import SourceError
 from gpupipe.types import BATCH_TENSORS, Entry
 
@@ -37,6 +37,7 @@ def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str
         raise SourceError(f"column {taken[0]!r} has the name of a tensor of the batch", fix="name the column differently")
     if "label" not in wanted and any("label" in entry.columns for entry in entries):
         wanted.insert(0, "label")
+    files += tuple(name for name in wanted if any(isinstance(entry.columns.get(name), ArrayFile) for entry in entries))
     kinds = {name: files_of(entries, name) if name in files else _kind(entries, name, asked=name in names) for name in wanted}
     if kinds.get("label") == "text":
         blank = next((entry for entry in entries if entry.columns.get("label") in (None, "")), None)
@@ -83,7 +84,8 @@ def _missing(entry: Entry, name: str, *, asked: bool) -> SourceError:
     close = difflib.get_close_matches(name, [column for column in map(str, entry.columns) if column != name], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return SourceError(
-        f"{entry.named} has no value in column {name!r} (its columns: {have}){hint}", fix="fill it in, or do not ask for it"
+        f"{entry.named} has no value in column {name!r} (its columns: {have}){hint}",
+        fix="fill it in (nan for a number that is not known), or do not ask for it",
     )
 
 

@@ -140,6 +140,27 @@ def _hugging_face(value: Any) -> bool:
     return package is not None and isinstance(value, tuple(getattr(package, kind) for kind in kinds if hasattr(package, kind)))
 
 
+def declared_classes(videos: Any, config: SourceConfig) -> tuple[str, ...]:
+    """The names of the classes by which datasets of Hugging Face number their labels, as their ``ClassLabel`` has them; else
+    none.
+
+    Raises:
+        SourceError: when two datasets of a list number differently.
+    """
+    found: tuple[str, ...] = ()
+    for item in videos if isinstance(videos, list | tuple) else [videos]:
+        if not _hugging_face(item):
+            continue
+        names = tuple(getattr((item.features or {}).get(config.label_column), "names", None) or ())
+        if found and names and names != found:
+            raise SourceError(
+                f"two datasets number their classes differently: {', '.join(found)}, and {', '.join(names)}",
+                fix="cast the columns to one ClassLabel: dataset.cast_column",
+            )
+        found = found or names
+    return found
+
+
 def _hugging_face_entries(dataset: Any, config: SourceConfig, columns: Sequence[str]) -> Iterator[Entry]:
     """Reads Arrow's columns as they are stored: the path, or the bytes, of a video column, and what else is asked for."""
     package = sys.modules["datasets"]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from gpupipe.config import LoaderConfig, MixConfig, SourceConfig
 from gpupipe.data.mixture import Mixture
 from gpupipe.data.source.arrays import with_arrays
-from gpupipe.data.source.collect import Videos, class_names, collect, label_names, number_labels
+from gpupipe.data.source.collect import Videos, class_names, collect, label_names, name_labels, number_labels
 from gpupipe.data.source.columns import Kind, column_kinds, start_frame
+from gpupipe.data.source.dataset import declared_classes
 from gpupipe.data.source.filter import left_out
 from gpupipe.errors import ConfigError
 from gpupipe.types import Entry
@@ -49,12 +50,16 @@ def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Lis
     """
     source = config.source
     entries = collect(videos, source, config.columns)
+    declared = declared_classes(videos, source) if source.label_from != "folder" else ()
+    if declared and source.classes and source.classes != declared:
+        entries = name_labels(entries, declared)
+        declared = ()
     names = label_names(entries, source)
     if names:
         entries = number_labels(entries, names)
     for entry in entries:
         start_frame(entry)
-    classes = (source.classes or class_names(entries)) if source.label_from == "folder" else names
+    classes = (source.classes or class_names(entries)) if source.label_from == "folder" else names or declared
     kinds = column_kinds(entries, config.columns, source.npy_columns)
     if config.transform.mix is not None:
         _check_labels(entries, kinds, config.transform.mix)

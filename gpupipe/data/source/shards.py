@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from gpupipe.config import SourceConfig
 from gpupipe.data.bytes import shard as shards
+from gpupipe.data.source.arrays import ArrayFile
 from gpupipe.data.source.inside import check_inside
 from gpupipe.errors import OpenError, SourceError
 from gpupipe.telemetry import log
@@ -14,6 +16,7 @@ from gpupipe.types import Entry
 
 _AT_A_TIME = 8
 """Shards that are listed at a time: most of it is waiting, for a disk or a store."""
+_ARRAYS = ".npy"
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.zst", ".tar.xz", ".txz", ".tar.bz2", ".tbz2", ".tar.lz4", ".tar.zstd")
 
 
@@ -63,5 +66,31 @@ def _in_shard(path: str, config: SourceConfig) -> list[Entry]:
             path=path,
         )
     videos.sort(key=lambda member: shard.members[member])
-    columns = (dict(shard.columns.get(shards.key_of(member), {})) for member in videos)
+    arrays = _arrays(path, shard)
+    keys = map(shards.key_of, videos)
+    columns = (dict(shard.columns.get(key, {})) | arrays.get(key, {}) for key in keys)
     return [Entry(f"{path}::{member}", row) for member, row in zip(videos, columns, strict=True)]
+
+
+def _arrays(path: str, shard: shards.Shard) -> dict[str, dict[str, Any]]:
+    """Columns of the .npy files beside videos, by key: ``17.npy`` is column ``npy``, ``17.pose.npy`` column ``pose``.
+
+    Raises:
+        SourceError: when another file of the key gives the same column.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for member in shard.members:
+        key = shards.key_of(member)
+        ending = member[len(key) :]
+        if not ending.lower().endswith(_ARRAYS):
+            continue
+        column = ending[1 : -len(_ARRAYS)] or _ARRAYS[1:]
+        row = found.setdefault(key, {})
+        if column in row or column in shard.columns.get(key, {}):
+            raise SourceError(
+                f"{path}::{member} gives {column!r}, which another file of the same key has given",
+                fix="name it differently, or leave it out of the shard",
+                path=f"{path}::{member}",
+            )
+        row[column] = ArrayFile(f"{path}::{member}")
+    return found

@@ -24,8 +24,8 @@ TABLES = (".csv", ".jsonl", ".ndjson", *PARQUET)
 def read_table(path: str, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
     """Reads a table with a header (CSV), one JSON object a line, or a Parquet file; it may lie in a store far away.
 
-    A CSV column of nothing but numbers becomes numbers. Of CSV and JSON lines all columns are kept; of Parquet only the path,
-    the label, ``start_frame`` and ``columns`` are read.
+    A CSV column of nothing but numbers becomes numbers; an empty cell among them is a missing one, None. Of CSV and JSON lines
+    all columns are kept; of Parquet only the path, the label, ``start_frame`` and ``columns`` are read.
 
     Raises:
         SourceError: naming the file and the line that is wrong.
@@ -83,9 +83,11 @@ def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[
             )
         rows.append((reader.line_num, dict(row)))
     for name in names:
-        numbers = [_number(row[name]) for _, row in rows] if name != path_column else [None]
-        if None not in numbers:  # a column as a whole: "007" next to "a7" is a name, not a seven
-            for (_, row), number in zip(rows, numbers, strict=True):
+        filled = [(row, _number(row[name])) for _, row in rows if row[name].strip()] if name != path_column else []
+        if filled and all(number is not None for _, number in filled):  # as a whole: "007" next to "a7" is no seven
+            for _, row in rows:
+                row[name] = None  # an empty cell among numbers is one that is missing, and no text
+            for row, number in filled:
                 row[name] = number
     return rows
 
