@@ -160,13 +160,14 @@ def main() -> None:
     from gpupipe.observe.measure import machine_facts
 
     device = torch.device(options.device)
-    rows: list[Row] = []
-    for name in options.cases:
-        rows += rows_of(name, device, options.rounds, options.seconds, small=options.quick)
     facts = machine_facts()
     if device.type == "cpu":
         facts["gpu"] = None
-    print(write_results("beside", rows, facts, options.out))
+    rows: list[Row] = []
+    for name in options.cases:  # written after each, for a run may be ended before its time
+        rows += rows_of(name, device, options.rounds, options.seconds, small=options.quick)
+        written = write_results("beside", rows, facts, options.out)
+    print(written)
 
 
 if __name__ == "__main__":

@@ -288,8 +288,9 @@ def main() -> None:
     if device.type == "cpu":
         facts["gpu"] = None
     rows: list[Row] = []
-    for kind in options.attention:
+    for kind in options.attention:  # written after each, for a run may be ended before its time
         rows += shown(step_rows(kind, size, options.subjects, device, options.runs))
+        write_results("block", rows, facts, options.out, keep_other_cases=options.append)
     if options.loss_steps:
         case = f"train-b{options.loss_blocks}-{small}"
         found, curves = loss_rows(

@@ -107,17 +107,18 @@ def main() -> None:
     device = torch.device(options.device)
     cases = named(tiny_cases() if options.quick else all_cases(), options.cases)
     rates = copy_bytes_a_us(device) if device.type == "cuda" else []
+    facts = machine_facts()
+    if device.type == "cpu":
+        facts["gpu"] = None
     begun = time.monotonic()
     rows: list[Row] = []
-    for case in cases:
+    for case in cases:  # written after each, for a run may be ended before its time
         if time.monotonic() - begun > options.minutes * 60:
             print(f"left out, for {options.minutes:g} minutes are over: {case.name}")
             continue
         rows += rows_of(case, options.subjects, device, options.runs, rates)
-    facts = machine_facts()
-    if device.type == "cpu":
-        facts["gpu"] = None
-    print(write_results("ops", rows, facts, options.out, keep_other_cases=options.append))
+        written = write_results("ops", rows, facts, options.out, keep_other_cases=options.append)
+    print(written)
     for file in draw(rows, {case.name: case.family for case in cases}, options.out, gpu_slug(facts["gpu"])):
         print(file)
 

@@ -250,11 +250,14 @@ def main() -> None:
     from gpupipe.observe.measure import machine_facts
 
     options = Options(given.runs, given.budget, given.ncu)
-    rows = [row for case in cases for row in rows_of(case, given.subjects, device, options)]
     facts = machine_facts()
     if device.type == "cpu":
         facts["gpu"] = None
-    print(write_results("transform", rows, facts, given.out, keep_other_cases=given.append))
+    rows: list[Row] = []
+    for case in cases:  # written after each, for a run may be ended before its time
+        rows += rows_of(case, given.subjects, device, options)
+        written = write_results("transform", rows, facts, given.out, keep_other_cases=given.append)
+    print(written)
 
 
 if __name__ == "__main__":
