@@ -1,0 +1,277 @@
+"""Batches prepared on a stream of their own while the one before trains."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+import torch
+
+from gpupipe.device.stream import hand_over
+from gpupipe.errors import ClosedError, ConfigError
+from gpupipe.train.metrics import Metrics
+from gpupipe.train.timeline import Mark, Span, Timeline, overlap
+
+T = TypeVar("T")
+P = TypeVar("P")
+PREPARE, TRAIN = "prepare", "train"
+_END_SECONDS = 10.0
+"""How long closing waits for a thread that is amid a batch; it ends by itself behind it."""
+
+
+class PipelineExecutor(Generic[T, P]):
+    """Takes batches, has each prepared by your own GPU work (a frozen autoencoder or text encoder, say) on a data stream, and
+    hands it out on the compute stream, the next one already under way::
+
+        with PipelineExecutor(loader, prepare=encode, accumulate=4) as run:
+            for latents in run:
+                loss = model(latents)
+                (loss * run.share).backward()
+                if run.due:
+                    optimizer.step(); optimizer.zero_grad()
+                run.log(loss=loss)
+
+    ``prepare`` runs in a thread, without gradients and without the loop's autocast. What it returns is handed over by an event:
+    no stream waits longer than it must, and the host not at all. All works alike on the CPU.
+
+    Args:
+        batches: a loader, or anything else to iterate over; each iteration of the executor iterates over it once.
+        prepare: makes of a batch what the loop gets; None: the batch itself.
+        accumulate: batches for each step of the optimizer.
+        ahead: batches prepared in advance, beside the one in preparation: each holds its memory.
+        device: default the loader's, else the current CUDA device or the CPU.
+        timeline: times preparation and training, for :meth:`timeline`.
+
+    Attributes:
+        index: batches handed out in this iteration so far.
+        due: True when the batch handed out last ends a step of the optimizer.
+        share: 1 / ``accumulate``: times the mean losses of a step's batches it adds up to that of the step.
+
+    Raises:
+        ConfigError: for numbers below 1.
+    """
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        *,
+        prepare: Callable[[T], P] | None = None,
+        accumulate: int = 1,
+        ahead: int = 1,
+        device: torch.device | str | None = None,
+        timeline: bool = False,
+    ) -> None:
+        for name, value in (("accumulate", accumulate), ("ahead", ahead)):
+            if value < 1:
+                raise ConfigError(f"{name}={value} is below 1", fix=f"give {name} a whole number from 1 on")
+        self._batches, self._prepare = batches, prepare
+        self._accumulate, self._ahead = accumulate, ahead
+        found = device if device is not None else getattr(batches, "device", None)
+        self.device = torch.device(found) if found is not None else _current_device()
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._metrics = Metrics()
+        self._timeline = Timeline(self.device) if timeline else None
+        self._work: _Work[T, P] | None = None
+        self._begun: Mark | None = None
+        self._state: Mapping[str, Any] | None = None
+        self._closed = False
+        self.index = 0
+        self.share = 1.0 / accumulate
+
+    @property
+    def due(self) -> bool:
+        return self.index > 0 and self.index % self._accumulate == 0
+
+    def __iter__(self) -> Iterator[P]:
+        if self._closed:
+            raise ClosedError("this PipelineExecutor is closed", fix="make another one")
+        self._end()
+        self.index, self._begun = 0, None
+        self._work = _Work(self._batches, self._prepare, self._ahead, self.device, self._stream, self._timeline)
+        return self._handed_out(self._work)
+
+    def _handed_out(self, work: _Work[T, P]) -> Iterator[P]:
+        try:
+            while True:
+                made = work.take()
+                self._trained()
+                if made is None:
+                    return
+                if made.ready is not None:
+                    hand_over(tensors_in(made.value), [made.ready], torch.cuda.current_stream(self.device))
+                self.index += 1
+                self._state = made.state
+                if self._timeline is not None:
+                    self._begun = self._timeline.mark()
+                yield made.value
+        finally:
+            work.end()
+
+    def _trained(self) -> None:
+        """The loop has come back for another batch: what it asked of the compute stream since the last one is its training."""
+        if self._timeline is not None and self._begun is not None:
+            self._timeline.add(TRAIN, self.index - 1, self._begun, self._timeline.mark())
+        self._begun = None
+
+    def log(self, **values: torch.Tensor | float) -> None:
+        """Adds figures of a batch to their means; see :meth:`gpupipe.train.Metrics.log`."""
+        self._metrics.log(**values)
+
+    def metrics(self, *, wait: bool = False) -> dict[str, float]:
+        """Means of what was logged; see :meth:`gpupipe.train.Metrics.means`."""
+        return self._metrics.means(wait=wait)
+
+    def timeline(self) -> list[Span]:
+        """When the newest batches were prepared and trained on. Waits for the device.
+
+        Raises:
+            ConfigError: when the executor was made without ``timeline=True``.
+        """
+        if self._timeline is None:
+            raise ConfigError("nothing was timed", fix="make the executor with timeline=True")
+        return self._timeline.spans()
+
+    def hidden(self) -> float:
+        """Share of the preparation, 0 to 1, that went on beside training; from :meth:`timeline`."""
+        return overlap(self.timeline(), PREPARE, TRAIN)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's state once the batch handed out last is the last one received: those under way do not count.
+
+        Raises:
+            ConfigError: when the batches carry no state, as those of a VideoLoader do.
+        """
+        if self._state is None:
+            source = getattr(self._batches, "state_dict", None)
+            if source is not None and self.index == 0 and self._work is None:
+                return dict(source())
+            raise ConfigError(
+                "the batches carry no state, and the loader's own is ahead of the loop",
+                fix="use a VideoLoader",
+            )
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives the loader a state, and ends the iteration that is under way."""
+        self._end()
+        self._state = None
+        self._batches.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _end(self) -> None:
+        if self._work is not None:
+            self._work.end()
+            self._work = None
+
+    def close(self) -> None:
+        """Ends the iteration that is under way, and its thread; may be called again. The loader stays open."""
+        self._end()
+        self._closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class _Made(Generic[P]):
+    """A prepared batch."""
+
+    def __init__(self, value: P, ready: torch.cuda.Event | None, state: Mapping[str, Any] | None) -> None:
+        self.value, self.ready, self.state = value, ready, state
+
+
+class _Work(Generic[T, P]):
+    """One iteration's thread, which prepares ahead."""
+
+    def __init__(
+        self,
+        batches: Iterable[T],
+        prepare: Callable[[T], P] | None,
+        ahead: int,
+        device: torch.device,
+        stream: torch.cuda.Stream | None,
+        timeline: Timeline | None,
+    ) -> None:
+        self._batches, self._prepare = batches, prepare
+        self._device, self._stream, self._timeline = device, stream, timeline
+        self._made: queue.Queue[_Made[P] | BaseException | None] = queue.Queue()
+        self._room = threading.Semaphore(ahead + 1)
+        self._stop = False
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="gpupipe-prepare", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.cuda.stream(self._stream), torch.no_grad():  # type: ignore[arg-type]
+                self._room.acquire()
+                for number, batch in enumerate(self._batches):
+                    if self._stop:
+                        return
+                    self._made.put(self._prepared(number, batch))
+                    del batch
+                    self._room.acquire()
+                    if self._stop:
+                        return
+            self._made.put(None)
+        except BaseException as error:  # crosses to the loop, whatever it is
+            self._made.put(error)
+
+    def _prepared(self, number: int, batch: T) -> _Made[P]:
+        begin = self._timeline.mark() if self._timeline is not None else None
+        value: Any = batch if self._prepare is None else self._prepare(batch)
+        if self._timeline is not None and begin is not None:
+            self._timeline.add(PREPARE, number, begin, self._timeline.mark())
+        ready = self._stream.record_event() if self._stream is not None else None
+        state = getattr(batch, "state", None)
+        return _Made(value, ready, state if isinstance(state, Mapping) and state else None)
+
+    def take(self) -> _Made[P] | None:
+        """The next batch; None at the end.
+
+        Raises:
+            ClosedError: when this iteration has been ended by another one, or by closing.
+            BaseException: what iterating or preparing raised.
+        """
+        if self._over:
+            raise ClosedError(
+                "this iteration of a PipelineExecutor has ended", fix="go on with the newer one, or iterate again"
+            )
+        made = self._made.get()
+        self._room.release()
+        if isinstance(made, BaseException):
+            self._over = True
+            raise made
+        return made
+
+    def end(self) -> None:
+        """Ends the thread, behind the batch it is at."""
+        self._stop = self._over = True
+        self._room.release()
+        if self._thread is not threading.current_thread():
+            self._thread.join(_END_SECONDS)
+        while True:  # what nobody takes is not to be kept
+            try:
+                self._made.get_nowait()
+            except queue.Empty:
+                return
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All tensors of a batch: itself, or those in its mappings, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,0 +1,334 @@
+"""Which calls are captured as CUDA graphs, and when: those that come again and again."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import traceback
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from gpupipe.errors import ConfigError, GraphError
+from gpupipe.telemetry import log
+from gpupipe.train.graphs.graphed import Graphed, Pending
+from gpupipe.train.graphs.recorder import CudaRecorder, NotCaptured, Recorder
+from gpupipe.train.graphs.report import GraphReport
+from gpupipe.train.graphs.segments import in_segments
+from gpupipe.train.graphs.signature import apart, plain, surroundings
+
+RETRY = ("GPUPIPE_GRAPH_RETRY", "TELETRON_GRAPH_RETRY")
+THRESHOLD = ("GPUPIPE_GRAPH_THRESHOLD", "TELETRON_GRAPH_THRESHOLD")
+_JUDGED_AFTER = 50
+"""Calls after the warm-up before the hit rate says anything."""
+_PATIENCE = 4
+"""Times ``capture_frequency`` calls that smaller shapes wait for the largest one to come again."""
+
+
+@dataclass
+class _Seen:
+    """A kind of call."""
+
+    size_bytes: int
+    times: int = 0
+    failed: int = 0
+    next_try: int = 0
+    """Its own count of calls from which on it may be tried again."""
+    graphed: Graphed | None = None
+
+
+class AdaptiveGraph:
+    """Calls a training step, or a module, by CUDA graphs where calls repeat, and as it is where they do not::
+
+        model = AdaptiveGraph(model)                    # forward and backward; the optimizer runs as it is
+        step = AdaptiveGraph(step, optimizers=[optimizer])   # the whole step
+
+        with AdaptiveGraph(model).installed():          # model itself, so that names and checkpoints stay
+            train(model)
+
+    It watches calls by their signature: shapes, strides and types of tensors, other arguments by value, gradients, autocast and
+    training mode. After ``warmup_steps`` calls, a kind of call that has come ``capture_frequency`` times is captured, the
+    largest first, so that the smaller ones fit into its memory. Inputs are copied into memory of the graph, outputs and
+    gradients out of it: all of them are yours to keep. Until the backward of a replayed forward has run, other calls run as
+    they are.
+
+    What cannot be captured (a value that the host must see, such as ``.item()``) is named in the log and in :meth:`report`, and
+    runs as it is. With ``segments`` a module is then cut at such places by TorchDynamo, and the parts are captured.
+
+    A captured call does on the host nothing of what the function does: no counters, no hooks of modules, no printing.
+    Parameters are read where they lie: change them in place, as optimizers and ``load_state_dict`` do. Dropout of torch and of
+    gpupipe draws anew at each replay.
+
+    Args:
+        target: a module, or a function that does a whole step with its backward and optimizer. What a step returns has no
+            gradient.
+        warmup_steps: calls before the first capture.
+        capture_frequency: how often a kind of call must have come.
+        max_graphs: kinds of calls that are captured, at most.
+        optimizers: those that a step runs: they must be capturable.
+        segments: cut a module that cannot be captured whole: ``auto``, or not at all.
+        device: default the current CUDA device; on the CPU everything runs as it is.
+        recorder: makes what records; for tests.
+
+    ``GPUPIPE_GRAPH_RETRY`` (default 1) is how often a failed kind of call is tried again, ``GPUPIPE_GRAPH_THRESHOLD`` (default
+    0.2) the hit rate under which all is given up, with ``TT_ERR_GRAPH`` in the log.
+
+    Raises:
+        ConfigError: for numbers below 1, optimizers that cannot be captured, or a wrong environment variable.
+    """
+
+    def __init__(
+        self,
+        target: torch.nn.Module | Callable[..., Any],
+        *,
+        warmup_steps: int = 100,
+        capture_frequency: int = 5,
+        max_graphs: int = 8,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        segments: Literal["auto", "off"] = "auto",
+        device: torch.device | str | None = None,
+        recorder: Callable[[], Recorder] | None = None,
+    ) -> None:
+        for name, value in (("capture_frequency", capture_frequency), ("max_graphs", max_graphs)):
+            if value < 1:
+                raise ConfigError(f"{name}={value} is below 1", fix=f"give {name} a whole number from 1 on")
+        if warmup_steps < 0:
+            raise ConfigError(
+                f"warmup_steps={warmup_steps} is below 0", fix="0 captures as soon as a call has come often enough"
+            )
+        for optimizer in optimizers:
+            _check_optimizer(optimizer)
+        self.target = target
+        self._module = target if isinstance(target, torch.nn.Module) else None
+        self._function: Callable[..., Any] = target.forward if isinstance(target, torch.nn.Module) else target
+        self._warmup, self._frequency, self._most = warmup_steps, capture_frequency, max_graphs
+        self._retries = int(_from_environment(RETRY, 1, lowest=0))
+        self._threshold = _from_environment(THRESHOLD, 0.2, lowest=0)
+        self._may_cut = segments == "auto" and self._module is not None
+        self._device = torch.device(device) if device is not None else _current_device()
+        if recorder is None and self._device.type == "cuda":
+            recorder = partial(CudaRecorder, self._device)
+        self._new_recorder = recorder
+        self._recorder = recorder() if recorder is not None else None
+        self._pending = Pending()
+        self._seen: dict[Hashable, _Seen] = {}
+        self._cut: tuple[Callable[..., Any], list[AdaptiveGraph]] | None = None
+        self._calls = self._hits = self._late_calls = self._late_hits = self._launches = 0
+        self._failures: dict[str, None] = {}
+        self._given_up: str | None = None if self._recorder is not None else f"there are no graphs on {self._device}"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._given_up is not None or torch.compiler.is_compiling():
+            return self._plainly(*args, **kwargs)
+        self._calls += 1
+        late = self._calls > self._warmup
+        self._late_calls += late
+        if self._cut is not None:
+            return self._in_segments(late, *args, **kwargs)
+        tensors: list[torch.Tensor] = []
+        structure = apart((args, kwargs), tensors)
+        if not plain(tensors, self._device):
+            return self._plainly(*args, **kwargs)
+        training = None if self._module is None else sum(module.training for module in self._module.modules())
+        signature = (structure, surroundings(self._device), training)
+        seen = self._seen.get(signature)
+        if seen is None:
+            seen = self._seen[signature] = _Seen(sum(tensor.nbytes for tensor in tensors))
+        seen.times += 1
+        if self._pending.count:
+            return self._plainly(*args, **kwargs)
+        if seen.graphed is None and late and self._is_due(seen):
+            self._capture(seen, args, kwargs)
+        if self._cut is not None:
+            return self._in_segments(late, *args, **kwargs)
+        if seen.graphed is None:
+            self._judge()
+            return self._plainly(*args, **kwargs)
+        self._hits += 1
+        self._late_hits += late
+        self._launches += seen.graphed.launches
+        return seen.graphed(tensors)
+
+    def _plainly(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def _in_segments(self, late: bool, *args: Any, **kwargs: Any) -> Any:
+        """A call in parts; a hit when each of them was replayed."""
+        assert self._cut is not None
+        function, parts = self._cut
+        calls, hits = sum(part._calls for part in parts), sum(part._hits for part in parts)
+        made = function(*args, **kwargs)
+        calls, hits = sum(part._calls for part in parts) - calls, sum(part._hits for part in parts) - hits
+        whole = 0 < calls == hits
+        self._hits += whole
+        self._late_hits += whole and late
+        return made
+
+    def _is_due(self, seen: _Seen) -> bool:
+        if seen.times < max(self._frequency, seen.next_try) or seen.failed > self._retries:
+            return False
+        if sum(each.graphed is not None for each in self._seen.values()) >= self._most:
+            return False
+        often = [each for each in self._seen.values() if each.times >= self._frequency and each.failed <= self._retries]
+        largest = max(often, key=lambda each: each.size_bytes)
+        waited = seen.times - self._frequency
+        return seen is largest or largest.graphed is not None or waited >= _PATIENCE * self._frequency
+
+    def _capture(self, seen: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._recorder is not None
+        parameters = list(self._module.parameters()) if self._module is not None else []
+        wanted = self._module is not None and torch.is_grad_enabled()
+        try:
+            seen.graphed = Graphed(
+                self._recorder, self._function, (args, kwargs), parameters, self._pending, with_backward=wanted
+            )  # fmt: skip
+        except NotCaptured as error:
+            where = _place(error.__cause__ or error)
+            seen.failed += 1
+            seen.next_try = seen.times + self._frequency
+            if where not in self._failures:
+                self._failures[where] = None
+                log.warning("[%s] a call was not captured as a graph: %s", GraphError.code, where)
+            if self._may_cut and seen.failed > self._retries:
+                self._cut = in_segments(self._function, self._like_this)
+                log.warning("it is cut at such places, and what lies between them is captured")
+
+    def _like_this(self, function: Callable[..., Any]) -> AdaptiveGraph:
+        """For a segment: with a pool of its own, for its forward is followed by those of others before its backward."""
+        made = AdaptiveGraph(
+            _Segment(function), warmup_steps=0, capture_frequency=self._frequency, max_graphs=self._most, segments="off",
+            device=self._device, recorder=self._new_recorder,
+        )  # fmt: skip
+        return made
+
+    def _judge(self) -> None:
+        """Gives up for good where too few calls are hits."""
+        if self._late_calls < _JUDGED_AFTER + self._frequency * _PATIENCE or self._cut is not None:
+            return
+        rate = self._late_hits / self._late_calls
+        if rate < self._threshold:
+            self._given_up = (
+                f"{100 * rate:.0f} % of {self._late_calls} calls could be replayed, under {100 * self._threshold:.0f} %"
+                f" ({THRESHOLD[0]})"
+            )
+            log.warning("[%s] graphs are given up: %s; everything runs as it is", GraphError.code, self._given_up)
+            self.release()
+
+    def report(self) -> GraphReport:
+        """What has been done so far."""
+        parts = self._cut[1] if self._cut is not None else []
+        reports = [part.report() for part in parts]
+        return GraphReport(
+            calls=self._calls,
+            hits=self._hits,
+            hit_rate=self._late_hits / self._late_calls if self._late_calls else 0.0,
+            graphs=sum(each.graphed is not None for each in self._seen.values()) + sum(each.graphs for each in reports),
+            segments=sum(each.graphs > 0 for each in reports),
+            signatures=len(self._seen),
+            pool_bytes=sum(each.pool_bytes for each in reports) + (self._recorder.pool_bytes if self._recorder else 0),
+            launches_saved=self._launches + sum(each.launches_saved for each in reports),
+            failures=tuple(self._failures),
+            given_up=self._given_up,
+        )
+
+    def release(self) -> None:
+        """Drops all graphs and their memory; calls are watched anew."""
+        self._seen.clear()
+        self._cut = None
+        if self._recorder is not None:
+            self._recorder.release()
+
+    def installed(self) -> Installed:
+        """For a ``with`` block: the module itself is called by graphs, under its own name, hooks and wrappers included.
+
+        Raises:
+            ConfigError: when the target is no module.
+        """
+        if self._module is None:
+            raise ConfigError("only a module can have graphs installed", fix="call the AdaptiveGraph in the place of the step")
+        return Installed(self, self._module)
+
+
+class Installed:
+    """Graphs in the place of a module's ``forward``, until :meth:`remove` or the end of a ``with`` block."""
+
+    def __init__(self, graph: AdaptiveGraph, module: torch.nn.Module) -> None:
+        self.graph, self._module = graph, module
+        module.forward = graph  # type: ignore[method-assign,assignment]
+
+    def remove(self) -> None:
+        """Gives the module its own ``forward`` back; may be called again."""
+        if self._module.__dict__.get("forward") is self.graph:
+            del self._module.forward
+
+    def __enter__(self) -> AdaptiveGraph:
+        return self.graph
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+
+class _Segment(torch.nn.Module):
+    """A part between two cuts, as a module; its parameters come as inputs."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter(())
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    for number, group in enumerate(optimizer.param_groups):
+        if not group.get("capturable", False):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} cannot be captured (group {number} has capturable=False)",
+                fix="make it with capturable=True and fused=True where it has them, or capture the module alone",
+            )
+        if not isinstance(group["lr"], torch.Tensor):
+            raise ConfigError(
+                f"group {number} of {type(optimizer).__name__} has a number for learning rate, {group['lr']!r}: it would stay",
+                fix="give lr=torch.tensor(…), which schedulers change in place",
+            )
+
+
+def _from_environment(names: Sequence[str], default: float, *, lowest: float) -> float:
+    for name in names:
+        text = os.environ.get(name, "").strip()
+        if text:
+            try:
+                value = float(text)
+            except ValueError:
+                value = lowest - 1
+            if value < lowest:
+                raise ConfigError(f"{name}={text!r} is no number from {lowest:g} on", fix=f"unset {name}, or give it one")
+            return value
+    return default
+
+
+def _current_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _place(error: BaseException) -> str:
+    """Where an error came from, in the user's own code, and what it says."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if os.sep + "torch" + os.sep not in frame.filename and not _is_ours(frame.filename)]
+    said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if not inside:
+        return said
+    frame = inside[-1]
+    line = (frame.line or linecache.getline(frame.filename, frame.lineno or 0)).strip()
+    return f"{os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}: {line} ({said})"
+
+
+def _is_ours(path: str) -> bool:
+    return os.path.dirname(os.path.abspath(path)) == os.path.dirname(os.path.abspath(__file__))

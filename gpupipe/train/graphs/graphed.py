@@ -1,0 +1,176 @@
+"""One kind of call, recorded: forward, and where gradients are wanted backward, on memory of their own."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from gpupipe.train.graphs.recorder import Recorder, Recording
+from gpupipe.train.graphs.signature import apart, together
+
+
+class Pending:
+    """Forwards that were replayed and whose backward has not: till then no graph of the pool may run over what they keep."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def open(self) -> _Token:
+        return _Token(self)
+
+
+class _Token:
+    """Closes itself when it goes, for a graph of autograd may be dropped without a backward."""
+
+    def __init__(self, pending: Pending) -> None:
+        pending.count += 1
+        self.close = weakref.finalize(self, _less, pending)
+
+
+def _less(pending: Pending) -> None:
+    pending.count -= 1
+
+
+class Graphed:
+    """A call of one signature.
+
+    Inputs are copied into memory outside of the graphs' pool; outputs and gradients are copied out of it. Parameters are read
+    where they are.
+
+    Args:
+        recorder: of the device.
+        function: what is called.
+        given: (args, kwargs) of a call, which give the structure.
+        parameters: beside those among the inputs: get gradients, where ``with_backward``.
+        with_backward: a backward may follow; else outputs have no gradient.
+
+    Raises:
+        NotCaptured: when the work cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        function: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        parameters: Sequence[torch.nn.Parameter],
+        pending: Pending,
+        *,
+        with_backward: bool,
+    ) -> None:
+        self._pending = pending
+        inputs: list[torch.Tensor] = []
+        apart(given, inputs)
+        self._inputs = [each if isinstance(each, torch.nn.Parameter) else _twin(each) for each in inputs]
+        args, kwargs = together(given, iter(self._inputs))
+        self._made: Any = None
+        versions = [each._version for each in self._inputs]
+
+        def forward() -> None:
+            with _autocast_without_cache(inputs):
+                self._made = function(*args, **kwargs)
+
+        self._forward = recorder.record(forward)
+        self._changed = [
+            place for place, (each, version) in enumerate(zip(self._inputs, versions, strict=True))
+            if each._version != version and not isinstance(each, torch.nn.Parameter)
+        ]  # fmt: skip
+        """Inputs that the call writes to, such as running means: what was given is to have it too."""
+        self._outputs: list[torch.Tensor] = []
+        apart(self._made, self._outputs)
+        self._backward: Recording | None = None
+        self.differentiable = [with_backward and output.requires_grad for output in self._outputs]
+        among = {id(each) for each in inputs}
+        self.parameters = [each for each in parameters if each.requires_grad and id(each) not in among]
+        if any(self.differentiable):
+            self._record_backward(recorder)
+        self._outputs = [output.detach() for output in self._outputs]
+        self._made = together(self._made, iter(self._outputs))
+
+    def _record_backward(self, recorder: Recorder) -> None:
+        ends = [output for output, wanted in zip(self._outputs, self.differentiable, strict=True) if wanted]
+        self._grad_outputs = [torch.zeros_like(end) for end in ends]
+        wanted = [each for each in (*self._inputs, *self.parameters) if each.requires_grad]
+        made: tuple[torch.Tensor | None, ...] = ()
+
+        def backward() -> None:
+            nonlocal made
+            made = torch.autograd.grad(ends, wanted, self._grad_outputs, allow_unused=True)
+
+        self._backward = recorder.record(backward)
+        found = iter(made)
+        self._grads = [next(found) if each.requires_grad else None for each in (*self._inputs, *self.parameters)]
+
+    @property
+    def launches(self) -> int:
+        """Of a forward and its backward."""
+        return self._forward.launches + (self._backward.launches if self._backward is not None else 0)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Replays it for a call's tensors, in order."""
+        if self._backward is None:
+            outputs = self.replay(inputs)
+        else:
+            outputs = _Replay.apply(self, len(inputs), *inputs, *self.parameters)  # type: ignore[no-untyped-call]
+        return together(self._made, iter(outputs))
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The forward: copies in, and copies out."""
+        with torch.no_grad():
+            for own, given in zip(self._inputs, inputs, strict=True):
+                if own is not given:
+                    own.copy_(given, non_blocking=True)
+            self._forward.replay()
+            for place in self._changed:
+                inputs[place].copy_(self._inputs[place])
+            return tuple(output.clone() for output in self._outputs)
+
+    def open(self) -> _Token:
+        return self._pending.open()
+
+    def replay_backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of inputs and parameters: copies, which autograd may keep or add to."""
+        assert self._backward is not None
+        given = [grad for grad, wanted in zip(grads, self.differentiable, strict=True) if wanted]
+        for own, grad in zip(self._grad_outputs, given, strict=True):
+            if grad is None:
+                own.zero_()
+            else:
+                own.copy_(grad)
+        self._backward.replay()
+        return [None if grad is None else grad.clone() for grad in self._grads]
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graphed: Graphed, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        outputs = graphed.replay(tensors[:count])
+        ctx.graphed, ctx.token = graphed, graphed.open()
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[one for one, wanted in zip(outputs, graphed.differentiable, strict=True) if not wanted])
+        return outputs
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        made = ctx.graphed.replay_backward(grads)
+        ctx.token.close()
+        return (None, None, *made)
+
+
+def _twin(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values in memory of their own, in the same order where elements do not share places."""
+    own = torch.empty_like(tensor, memory_format=torch.preserve_format, requires_grad=False)
+    return own.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+
+
+def _autocast_without_cache(inputs: Sequence[torch.Tensor]) -> torch.autocast:
+    """The autocast that is on, but none of the casts that it keeps: they would lie in the graph's memory."""
+    kind = inputs[0].device.type if inputs else "cuda"
+    return torch.autocast(
+        kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False
+    )

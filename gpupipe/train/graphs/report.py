@@ -1,0 +1,40 @@
+"""What graphs came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What an :class:`gpupipe.train.AdaptiveGraph` has done so far."""
+
+    calls: int
+    hits: int
+    """Calls that were replayed, their captures included."""
+    hit_rate: float
+    """Of the calls after the warm-up, 0 to 1; 0 before."""
+    graphs: int
+    segments: int
+    """Captured parts, between which something runs as it is; 0 where calls are captured whole."""
+    signatures: int
+    """Kinds of calls seen."""
+    pool_bytes: int
+    launches_saved: int
+    """Kernels, copies and the like that a replay launched at once instead of one by one."""
+    failures: tuple[str, ...] = field(default=())
+    """What could not be captured, and where."""
+    given_up: str | None = None
+    """Why nothing is captured any more; None while it is."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.hits} of {self.calls} calls replayed ({100 * self.hit_rate:.0f} % after the warm-up), {self.graphs} graphs"
+            f" for {self.signatures} kinds of calls, {self.pool_bytes / 2**20:.0f} MiB, {self.launches_saved} launches saved"
+        ]
+        if self.segments:
+            lines.append(f"in {self.segments} segments")
+        lines += [f"not captured: {failure}" for failure in self.failures]
+        if self.given_up is not None:
+            lines.append(f"given up: {self.given_up}")
+        return "\n".join(lines)

@@ -1,0 +1,327 @@
+"""Activations made again in the backward instead of kept: by a fixed policy, or as a budget of memory asks for.
+
+What is made again is a block of a model, the unit that repeats (a transformer's layer). Three ways to run one:
+
+- ``none``: all that its backward needs is kept;
+- ``elementwise``: results of products, convolutions and attention are kept, what lies between them is made again (selective
+  activation checkpointing, Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198, section 5);
+- ``block``: only its inputs are kept (Chen et al., 2016, https://arxiv.org/abs/1604.06174).
+
+Fuse a model first: fused ops keep little, so that less has to be made again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from gpupipe.errors import ConfigError, DeviceMemoryError
+
+Policy = Literal["none", "elementwise", "block"]
+_RUNS = 3
+"""Times that a block is run in each way, the first of which only warms up."""
+_HEAVY = (
+    "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "convolution", "linear", "einsum", "_grouped_mm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a block keeps for its backward, and how long both take."""
+
+    kept_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How one block is run."""
+
+    name: str
+    policy: Policy
+    costs: dict[Policy, Cost]
+    """Of each policy, where they were measured."""
+
+
+class Recompute:
+    """A policy on blocks of a model, until :meth:`remove` or the end of a ``with`` block. Names and checkpoints stay.
+
+    Attributes:
+        choices: how each block is run.
+        peak_bytes: the most memory that a step is expected to take, of a budget's plan; None of a fixed policy.
+    """
+
+    def __init__(self, blocks: dict[str, torch.nn.Module], choices: Sequence[Choice], peak_bytes: int | None) -> None:
+        self.choices = tuple(choices)
+        self.peak_bytes = peak_bytes
+        self._blocks = blocks
+        for choice in choices:
+            if choice.policy != "none":
+                block = blocks[choice.name]
+                block.forward = partial(_again, block.forward, choice.policy)  # type: ignore[method-assign]
+
+    def remove(self) -> None:
+        """Gives all blocks their own ``forward`` back; may be called again."""
+        for choice in self.choices:
+            self._blocks[choice.name].__dict__.pop("forward", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.remove()
+
+    def __str__(self) -> str:
+        counts = {policy: sum(choice.policy == policy for choice in self.choices) for policy in get_args(Policy)}
+        text = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
+        if self.peak_bytes is not None:
+            text += f"; about {self.peak_bytes / 1e9:.2f} GB at the peak"
+        return f"{len(self.choices)} blocks: {text}"
+
+
+def recompute(
+    model: torch.nn.Module,
+    policy: Policy | float,
+    *,
+    step: Callable[[], torch.Tensor] | None = None,
+    blocks: Sequence[torch.nn.Module] | None = None,
+) -> Recompute:
+    """Has blocks of a model make their activations again in the backward.
+
+    Args:
+        policy: for all blocks; or a budget in GB (10^9 bytes) of device memory for the whole step, model, gradients and
+            what the optimizer holds by now included: then each block is timed in each way, and as few as possible are run in
+            the slower ones.
+        step: with a budget: a forward of the largest batch to come, which returns the loss. It is run once with its backward
+            left out, and changes nothing but what a forward changes.
+        blocks: default the modules of the model's lists of like ones (``torch.nn.ModuleList``), the outermost.
+
+    Raises:
+        ConfigError: for an unknown policy, a budget without ``step``, or a model without blocks.
+        DeviceMemoryError: when the budget is too small even with every block made again.
+    """
+    named = _named(model, blocks)
+    if isinstance(policy, str):
+        if policy not in get_args(Policy):
+            raise ConfigError(f"recompute={policy!r}", fix="choose 'none', 'elementwise', 'block', or a budget in GB")
+        return Recompute(named, [Choice(name, policy, {}) for name in named], None)
+    if isinstance(policy, bool) or policy <= 0:
+        raise ConfigError(f"recompute={policy!r} is no budget", fix="give GB above 0, or a policy's name")
+    if step is None:
+        raise ConfigError(
+            "a budget needs a step to measure", fix="give step=lambda: loss_of(model, batch), with the largest batch"
+        )
+    return _planned(model, named, int(policy * 1e9), step)
+
+
+def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> dict[str, torch.nn.Module]:
+    found: dict[str, torch.nn.Module] = {}
+    chosen = None if blocks is None else {id(block) for block in blocks}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if inside:
+            continue
+        if chosen is not None:
+            if id(module) in chosen:
+                found[name] = module
+        elif isinstance(module, torch.nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
+            found |= {f"{name}.{number}" if name else str(number): child for number, child in enumerate(module)}
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no list of like modules", fix="name them: blocks=[…], the modules that repeat"
+        )
+    return found
+
+
+def _again(forward: Callable[..., Any], policy: Policy, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    contexts: dict[str, Any] = {}
+    if policy == "elementwise":
+        contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+
+def _keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if _is_heavy(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_heavy(op: Any) -> bool:
+    """Products, convolutions and attention: what takes longer to make again than to keep."""
+    name = op._schema.name.rsplit("::", 1)[-1] if hasattr(op, "_schema") else str(op)
+    return name in _HEAVY or "attention" in name
+
+
+def _planned(
+    model: torch.nn.Module, blocks: dict[str, torch.nn.Module], budget: int, step: Callable[[], torch.Tensor]
+) -> Recompute:
+    calls, kept_in_all = _observed(blocks, step)
+    costs = _measured(blocks, calls)
+    base = _base_bytes(model)
+    rest = max(0, kept_in_all - sum(cost["none"].kept_bytes for cost in costs.values()))
+    policies: dict[str, Policy] = dict.fromkeys(costs, "none")
+
+    def peak() -> int:
+        """Everything kept, and the largest block that is being made again at the time."""
+        again = [costs[name]["none"].kept_bytes for name, policy in policies.items() if policy != "none"]
+        return base + rest + sum(costs[name][policy].kept_bytes for name, policy in policies.items()) + max(again, default=0)
+
+    while peak() > budget:
+        moves = [
+            (_price(costs[name][policies[name]], cost), name, policy)
+            for name, each in costs.items()
+            for policy, cost in each.items()
+            if cost.kept_bytes < each[policies[name]].kept_bytes
+        ]
+        if not moves:
+            raise DeviceMemoryError(
+                f"a budget of {budget / 1e9:.2f} GB is too small: with all blocks made again a step takes {peak() / 1e9:.2f} GB",
+                fix="use a smaller batch, a larger budget, or smaller blocks",
+            )
+        _, name, policy = min(moves, key=lambda move: move[0])
+        policies[name] = policy
+    choices = [Choice(name, policies.get(name, "none"), costs.get(name, {})) for name in blocks]
+    return Recompute(blocks, choices, peak())
+
+
+def _price(now: Cost, then: Cost) -> float:
+    """Seconds for each byte that is no longer kept."""
+    return max(0.0, then.seconds - now.seconds) / (now.kept_bytes - then.kept_bytes)
+
+
+def _base_bytes(model: torch.nn.Module) -> int:
+    """What is held before a forward, and gradients where there are none yet."""
+    parameters = list(model.parameters())
+    missing = sum(each.nbytes for each in parameters if each.requires_grad and each.grad is None)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device)) + missing
+    held = sum(each.nbytes for each in [*parameters, *model.buffers()])
+    return held + sum(each.grad.nbytes for each in parameters if each.grad is not None) + missing
+
+
+@dataclass
+class _Call:
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def _observed(blocks: dict[str, torch.nn.Module], step: Callable[[], torch.Tensor]) -> tuple[dict[str, _Call], int]:
+    """(what each block was called with, in a forward; bytes that this forward kept)."""
+    calls: dict[str, _Call] = {}
+
+    def keep(name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.setdefault(name, _Call(args, kwargs))
+
+    hooks = [block.register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name, block in blocks.items()]
+    try:
+        with _kept() as kept, torch.enable_grad():
+            loss = step()
+            total = kept()
+            del loss
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls, total
+
+
+def _measured(blocks: dict[str, torch.nn.Module], calls: dict[str, _Call]) -> dict[str, dict[Policy, Cost]]:
+    """Costs of each block that was called; those of one kind, called alike, are measured once."""
+    known: dict[Any, dict[Policy, Cost]] = {}
+    costs = {}
+    for name, call in calls.items():
+        block = blocks[name]
+        shapes = tuple(
+            (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else type(each)
+            for each in tree_leaves((call.args, call.kwargs))
+        )
+        kind = (type(block), tuple(tuple(each.shape) for each in block.parameters()), shapes)
+        if kind not in known:
+            known[kind] = {policy: _cost(block, call, policy) for policy in get_args(Policy)}
+        costs[name] = known[kind]
+    return costs
+
+
+def _cost(block: torch.nn.Module, call: _Call, policy: Policy) -> Cost:
+    """Of one block alone, with its inputs as they were."""
+
+    def own(value: Any) -> Any:
+        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+    forward = block.forward if policy == "none" else partial(_again, block.forward, policy)
+    wanted = [each for each in block.parameters() if each.requires_grad]
+    seconds, kept_bytes = [], 0
+    for _ in range(_RUNS):
+        args, kwargs = tree_map(own, call.args), tree_map(own, call.kwargs)
+        device = next((each.device for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)), None)
+        _wait(device)
+        begin = time.perf_counter()
+        with _kept(policy) as kept, torch.enable_grad():
+            made = [
+                each for each in tree_leaves(forward(*args, **kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad
+            ]
+            kept_bytes = kept()
+        sides = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
+        if made:
+            torch.autograd.grad(made, [*sides, *wanted], [torch.ones_like(each) for each in made], allow_unused=True)
+        _wait(device)
+        seconds.append(time.perf_counter() - begin)
+    return Cost(kept_bytes, min(seconds[1:]))
+
+
+def _with_gradient(value: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.requires_grad]
+
+
+def _wait(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _kept(policy: Policy = "none") -> Iterator[Callable[[], int]]:
+    """Counts the bytes that a forward keeps for its backward, each piece of memory once; parameters are there anyhow."""
+    pieces: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        owner = tensor if tensor._base is None else tensor._base
+        if not isinstance(owner, torch.nn.Parameter):
+            storage = tensor.untyped_storage()
+            pieces[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    watch = _Heavy() if policy == "elementwise" else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        if watch is None:
+            yield lambda: sum(pieces.values())
+        else:
+            with watch:
+                yield lambda: sum((pieces | watch.pieces).values())
+
+
+class _Heavy(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Results of heavy ops, which selective checkpointing keeps by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pieces: dict[int, int] = {}
+        self._held: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if _is_heavy(func):
+            for each in tree_leaves(made):
+                if isinstance(each, torch.Tensor):
+                    self._held.append(each)  # so that no other piece gets the same address
+                    self.pieces[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+        return made

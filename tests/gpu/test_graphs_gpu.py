@@ -1,0 +1,153 @@
+"""CUDA graphs of training steps: equal to plain ones, beside a loader at work, and whole again after a capture that failed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpupipe import VideoLoader, ops
+from gpupipe.train.graphs import AdaptiveGraph
+
+pytestmark = pytest.mark.gpu
+OPTIONS: dict[str, Any] = {"warmup_steps": 6, "capture_frequency": 2}
+
+
+class Net(nn.Module):
+    def __init__(self, *, dropout: float = 0.0, asks: bool = False) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 128), nn.Linear(128, 8)
+        self.norm = nn.LayerNorm(128)
+        self.dropout, self.asks = dropout, asks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = ops.dropout_add_norm(self.one(x), self.one(x), self.norm.weight, self.norm.bias, p=self.dropout, kind="layer")[
+            0
+        ]
+        if self.asks and hidden.sum().item() > 1e9:
+            hidden = hidden * 2
+        return self.other(torch.nn.functional.gelu(hidden))
+
+
+def pair(**options: Any) -> tuple[Net, Net]:
+    torch.manual_seed(0)
+    model = Net(**options).cuda()
+    return model, copy.deepcopy(model)
+
+
+def inputs(steps: int, rows: tuple[int, ...] = (32,)) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    return [torch.randn(rows[k % len(rows)], 64, device="cuda", generator=generator) for k in range(steps)]
+
+
+def train(model: nn.Module, call: Any, batches: list[torch.Tensor], accumulate: int = 1) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    losses = []
+    for number, batch in enumerate(batches):
+        loss = call(batch).square().mean()
+        loss.backward()
+        losses.append(loss.detach())
+        if number % accumulate == accumulate - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    return torch.stack(losses).tolist()
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_three_shapes_in_turn(accumulate: int) -> None:
+    model, twin = pair()
+    graph = AdaptiveGraph(model, **OPTIONS)
+    batches = inputs(60, (32, 8, 64))
+    assert train(model, graph, batches, accumulate) == pytest.approx(train(twin, twin, batches, accumulate), rel=1e-5)
+    report = graph.report()
+    assert report.graphs == 3
+    assert report.hit_rate >= 0.9
+    assert report.launches_saved > 60 * 10
+    assert report.pool_bytes > 0
+
+
+def test_a_loader_at_work_spoils_no_capture(clips: dict[str, Path]) -> None:
+    model, twin = pair()
+    graph = AdaptiveGraph(model, **OPTIONS)
+    options: dict[str, Any] = {"clip": {"frames": 4}, "transform": {"size": 32}, "batch": 2, "device": "cuda", "repeat": True}
+    with VideoLoader([clips["h264"], clips["hevc"]] * 8, **options) as loader:
+        batches = []
+        for number, (batch, given) in enumerate(zip(loader, inputs(60, (32, 16)), strict=False)):
+            batches.append(given + batch.video.float().mean() * 0)
+            if number == 59:
+                break
+        iterator = iter(loader)
+        next(iterator)
+        losses = train(model, graph, batches)
+    assert losses == pytest.approx(train(twin, twin, batches), rel=1e-5)
+    assert graph.report().graphs == 2
+    assert not graph.report().failures
+
+
+def test_autocast_and_dropout() -> None:
+    model, _ = pair(dropout=0.5)
+    graph = AdaptiveGraph(model, **OPTIONS)
+    (batch,) = inputs(1)
+    outputs = []
+    for _ in range(20):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            out = graph(batch)
+        out.float().sum().backward()
+        outputs.append(out.detach().float())
+    assert graph.report().hits >= 14
+    assert len({tuple(out.flatten().tolist()) for out in outputs}) == 20, "each replay drops others"
+    weight = model.one.weight.grad
+    assert weight is not None
+    assert weight.dtype == torch.float32
+
+
+def test_a_whole_step() -> None:
+    model, twin = pair()
+    made = [
+        torch.optim.AdamW(each.parameters(), lr=torch.tensor(1e-2, device="cuda"), fused=True, capturable=True)
+        for each in (model, twin)
+    ]
+
+    def step_of(net: Net, optimizer: torch.optim.Optimizer) -> Any:
+        def step(batch: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad(set_to_none=True)
+            loss = net(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    graph, plain = AdaptiveGraph(step_of(model, made[0]), optimizers=[made[0]], **OPTIONS), step_of(twin, made[1])
+    losses = [(graph(batch), plain(batch)) for batch in inputs(40, (32, 8))]
+    assert [float(one) for one, _ in losses] == pytest.approx([float(other) for _, other in losses], rel=1e-4)
+    assert graph.report().graphs == 2
+    assert graph.report().hits >= 30
+
+
+def test_what_the_host_must_see_is_named_and_the_rest_captured() -> None:
+    model, twin = pair(asks=True)
+    graph = AdaptiveGraph(model, **OPTIONS)
+    batches = inputs(60)
+    assert train(model, graph, batches) == pytest.approx(train(twin, twin, batches), rel=1e-4)
+    report = graph.report()
+    assert "hidden.sum().item() > 1e9" in report.failures[0]
+    assert report.segments == 2
+    assert report.hit_rate > 0.7
+    torch.nn.functional.dropout(torch.ones(8, device="cuda"))  # the generator has forgotten the capture that failed
+    torch.cuda.synchronize()
+
+
+def test_memory_comes_back() -> None:
+    model, _ = pair()
+    graph = AdaptiveGraph(model, **OPTIONS)
+    train(model, graph, inputs(30, (32, 4096)))
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_reserved()
+    graph.release()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() < held

@@ -1,0 +1,165 @@
+"""Activations made again: the same gradients, less kept, and plans that stay within a budget at as little time as need be."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpupipe.errors import ConfigError, DeviceMemoryError
+from gpupipe.train.recompute import Choice, Cost, _kept, _planned, recompute
+
+MB = 1e-3
+"""GB"""
+
+
+class Block(nn.Module):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.up, self.down = nn.Linear(size, 4 * size), nn.Linear(4 * size, size)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.calls += 1
+        hidden = nn.functional.gelu(self.up(self.norm(x)))
+        return x + scale * nn.functional.dropout(self.down(hidden), 0.1, self.training)
+
+
+class Model(nn.Module):
+    def __init__(self, blocks: int = 6, size: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(size, size)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return x
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def batch(rows: int = 512) -> torch.Tensor:
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(1))
+
+
+def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def kept_bytes(model: nn.Module, x: torch.Tensor) -> int:
+    with _kept() as kept:
+        loss = step(model, x)
+        total = kept()
+        del loss
+    return total
+
+
+@pytest.mark.parametrize("policy", ["none", "elementwise", "block"])
+def test_gradients_are_the_same_dropout_included(model: Model, policy: Any) -> None:
+    twin, x = copy.deepcopy(model), batch()
+    names = list(model.state_dict())
+    with recompute(model, policy) as plan:
+        torch.manual_seed(5)
+        step(model, x).backward()
+        assert list(model.state_dict()) == names
+        assert len(plan.choices) == 6
+        assert f"6 {policy}" in str(plan)
+    torch.manual_seed(5)
+    step(twin, x).backward()
+    for own, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(own.grad, expected.grad)  # type: ignore[arg-type]
+    assert [block.calls for block in model.blocks] == [1 if policy == "none" else 2] * 6  # type: ignore[comparison-overlap]
+    model(x)
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_blocks_keep_their_inputs_alone(model: Model) -> None:
+    x = batch()
+    plain = kept_bytes(model, x)
+    with recompute(model, "block"):
+        assert kept_bytes(model, x) < plain / 3
+    assert kept_bytes(model, x) == plain
+
+
+def test_without_gradients_nothing_is_made_again(model: Model) -> None:
+    with recompute(model, "block"), torch.no_grad():
+        model(batch())
+    assert [block.calls for block in model.blocks] == [1] * 6  # type: ignore[comparison-overlap]
+
+
+def test_three_budgets(model: Model) -> None:
+    """The larger the budget, the fewer blocks are made again, and a step's memory stays within each."""
+    x = batch(4096)
+    base = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    plain = kept_bytes(model, x)
+    again = []
+    for share in (0.45, 0.7, 1.01):
+        budget = (base + share * plain) / 1e9
+        with recompute(model, budget, step=lambda: step(model, x)) as plan:
+            again.append(sum(choice.policy != "none" for choice in plan.choices))
+            assert plan.peak_bytes is not None
+            assert plan.peak_bytes <= budget * 1e9
+            assert "at the peak" in str(plan)
+            step(model, x).backward()
+            model.zero_grad()
+    assert again[0] >= again[1] >= again[2] == 0
+    assert again[0] > 0
+
+
+def test_the_plan_is_the_cheapest_that_fits(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
+    """With given costs: to make products again is dear, what lies between them cheap."""
+    from gpupipe.train import recompute as room
+
+    costs = {"none": Cost(100, 1.0), "elementwise": Cost(60, 1.1), "block": Cost(10, 2.0)}
+    names = [f"blocks.{k}" for k in range(6)]
+    monkeypatch.setattr(room, "_observed", lambda blocks, run: (dict.fromkeys(names), 650))
+    monkeypatch.setattr(room, "_measured", lambda blocks, calls: dict.fromkeys(names, costs))
+    monkeypatch.setattr(room, "_base_bytes", lambda model: 1000)
+
+    def policies(budget: int) -> list[str]:
+        with _planned(model, dict(zip(names, model.blocks, strict=True)), budget, lambda: torch.zeros(())) as plan:
+            assert plan.peak_bytes is not None
+            assert plan.peak_bytes <= budget
+            assert all(isinstance(choice, Choice) for choice in plan.choices)
+            return [choice.policy for choice in plan.choices]
+
+    assert policies(1650) == ["none"] * 6
+    assert policies(1649).count("elementwise") == 3, "one alone does not pay for the block that is made again"
+    assert sorted(set(policies(1400))) == ["block", "elementwise"]
+    assert policies(1210) == ["block"] * 6
+    with pytest.raises(DeviceMemoryError, match="too small"):
+        policies(1200)
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "says"),
+    [
+        ("some", {}, "recompute='some'"),
+        (0.0, {}, "is no budget"),
+        (True, {}, "is no budget"),
+        (1.0, {}, "needs a step"),
+    ],
+)
+def test_wrong_policies_are_named(model: Model, policy: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        recompute(model, policy, **options)
+
+
+def test_blocks_can_be_named() -> None:
+    model = nn.Sequential(Block(8), Block(8))
+    with pytest.raises(ConfigError, match="no list of like modules"):
+        recompute(model, "block")
+    with recompute(model, "block", blocks=[model[1]]) as plan:
+        model(torch.zeros(2, 8)).sum().backward()
+    assert [choice.name for choice in plan.choices] == ["1"]
+    assert (model[0].calls, model[1].calls) == (1, 2)
