@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ def run(code: str, *args: object, prefix: tuple[str, ...] = ()) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=alone)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def decoding() -> list[int]:
+    """The processes of this test run that decode."""
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # of a test before, and no more
+            found += [child.pid] if "gpupipe.data.decode.worker" in child.cmdline() else []
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +81,14 @@ def test_processes_share_frames_outside_of_dev_shm(clips: dict[str, Path]) -> No
     held = clips["vp9"].read_bytes()
     with VideoLoader([clips["h264"], held] * 4, **{**SMALL, "batch": 1}, decode={"cpu_workers": 1}) as loader:
         next(iter(loader))
-        me = psutil.Process()
-        workers = [child for child in me.children() if "gpupipe.data.decode.worker" in child.cmdline()]
+        workers = decoding()
         assert workers
         own = {path.inode() for path in os.scandir("/dev/shm")}
         for process in workers:
-            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8")
+            maps = Path(f"/proc/{process}/maps").read_text(encoding="utf-8")
             assert "memfd:gpupipe-planes" in maps
             assert "/dev/shm" not in maps
-            files = [os.stat(f"/proc/{process.pid}/fd/{name}").st_ino for name in os.listdir(f"/proc/{process.pid}/fd")]
+            files = [os.stat(f"/proc/{process}/fd/{name}").st_ino for name in os.listdir(f"/proc/{process}/fd")]
             assert not own & set(files)
 
 
@@ -191,13 +200,13 @@ def test_a_process_that_runs_out_of_memory_blames_no_video(large: Path) -> None:
     with VideoLoader([large] * 16, **{**SMALL, "batch": 1}, jitter={"depth": 1}, decode={"cpu_workers": 1}) as loader:
         running = iter(loader)
         next(running)
-        (worker,) = [child for child in psutil.Process().children() if "gpupipe.data.decode.worker" in child.cmdline()]
+        (worker,) = decoding()
         held = next(
             int(line.split()[1]) << 10
-            for line in Path(f"/proc/{worker.pid}/status").read_text(encoding="utf-8").splitlines()
+            for line in Path(f"/proc/{worker}/status").read_text(encoding="utf-8").splitlines()
             if line.startswith("VmData")
         )
-        resource.prlimit(worker.pid, resource.RLIMIT_DATA, (held // 2, held // 2))
+        resource.prlimit(worker, resource.RLIMIT_DATA, (held // 2, held // 2))
         with pytest.raises(DeviceMemoryError, match=r"out of memory"):
             list(running)
         assert not loader.bad_files

@@ -185,7 +185,7 @@ def _planned(
         ]
         if not moves:
             raise DeviceMemoryError(
-                f"a budget of {budget / 1e9:.2f} GB is too small: with all blocks made again a step takes {peak() / 1e9:.2f} GB",
+                f"{budget / 1e9:.2f} GB is too small a budget: with all blocks made again a step takes {peak() / 1e9:.2f} GB",
                 fix="use a smaller batch, a larger budget, or smaller blocks",
             )
         _, name, policy = min(moves, key=lambda move: move[0])
