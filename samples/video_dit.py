@@ -69,10 +69,12 @@ class SelfAttention(nn.Module):
 class Block(nn.Module):
     """Attention in space, attention along time, and an MLP, each behind a modulated norm and before a gated residual."""
 
+    attention: ClassVar[type[SelfAttention]] = SelfAttention
+
     def __init__(self, config: VideoDiTConfig) -> None:
         super().__init__()
         self.modulation = nn.Linear(config.hidden, 9 * config.hidden)
-        self.spatial, self.temporal = SelfAttention(config, "spatial"), SelfAttention(config, "temporal")
+        self.spatial, self.temporal = self.attention(config, "spatial"), self.attention(config, "temporal")
         self.up = nn.Linear(config.hidden, 4 * config.hidden)
         self.down = nn.Linear(4 * config.hidden, config.hidden)
 

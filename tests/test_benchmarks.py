@@ -245,6 +245,7 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
         ("bench_loader_train", ["--quick"]),
         ("bench_ops", ["--quick"]),
         ("bench_block", ["--quick"]),
+        ("bench_train", ["--quick"]),
         (
             "conformance",
             [
