@@ -42,6 +42,8 @@ from gpupipe.train import Precision, Watch
 Compiled = Literal["no", "default", "reduce-overhead"]
 CLIP, RATE, STEPS = 1.0, 1e-4, 5
 """The gradients' norm at most, the optimizer's rate, and steps of a run."""
+WARM_UPS = 3
+"""Steps before the clock starts, at least: CUDA graphs are recorded in the second."""
 LOSS_RATE, LOSS_BATCH = 1e-3, 8
 ANOTHER = "eager-another-order"
 METRICS = ("step_ms", "samples_per_s", "peak_gb", "launches", "gpu_idle_percent")
@@ -89,8 +91,10 @@ class Training:
         self.model: nn.Module = self.net
         if part.compiled != "no":
             torch._dynamo.reset()
+            if isinstance(self.net, PlainVideoDiT):
+                self.net.tables_on(device)  # made in the first step, they would be compiled for, and all anew for the second
             mode = None if part.compiled == "default" else part.compiled
-            self.model = torch.compile(self.net, mode=mode)  # type: ignore[assignment]
+            self.model = torch.compile(self.net, fullgraph=True, mode=mode)  # type: ignore[assignment]
         self.watch: Watch | None = None
         if part.watch:
             assert self.precision is not None
@@ -203,7 +207,7 @@ def measured(case: str, name: str, training: Training, config: VideoDiTConfig, b
     with torch.cuda.stream(on) if on is not None else nullcontext():
         loop = Loop(training, Fixed(config, batch, device), device)
         few = 1 if device.type == "cpu" else STEPS
-        loop.steps(0.0, few)
+        loop.steps(0.0, max(few, WARM_UPS))
         times = []
         for _ in range(runs):
             first, last, waits = loop.steps(0.0, few)

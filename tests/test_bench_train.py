@@ -95,3 +95,16 @@ def test_launches_are_what_the_host_sends() -> None:
     others = [event("cuda_runtime", name) for name in ("cudaStreamSynchronize", "cudaEventRecord", "cudaMalloc")]
     kernels = [event("kernel", "LaunchKernel")] * 50
     assert train_loop.launches(sent + others + kernels) == 5
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_model_compiles_once_and_whole(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that compiles anew would be in the time of the peer, and so in a user's."""
+    whole, one = torch.compile, VideoDiTConfig(**{**vars(TINY), "depth": 1})
+    monkeypatch.setattr(torch, "compile", lambda model, **_: whole(model, fullgraph=True, backend="aot_eager"))
+    training = Training(Part(fused=fused, compiled="default"), one, CPU)
+    training.net.rope_on(CPU)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        losses = [float(training(torch.randn(1, 4, 4, 8, 8))) for _ in range(3)]
+    assert len(set(losses)) == 3
+    torch._dynamo.reset()
