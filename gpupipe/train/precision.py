@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-import threading
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from gpupipe.config.training import PrecisionConfig
 from gpupipe.errors import ConfigError
 
+_LOW = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 << 20
 """Gradients that are reduced together: few enough to need little memory, enough for the network's full rate."""
 
@@ -50,7 +51,7 @@ class Precision:
         self.masters: dict[str, torch.Tensor] = {}
         self._low: list[torch.Tensor] = []
         self._one = torch.ones((), device=self.device)
-        self._wide = False
+        self._wide = self._prepared = False
         self.used_scale = self._one
         """The loss scale of the last step, float32 on the device; 1 without one."""
         self._scaler: torch.amp.GradScaler | None = None
@@ -61,7 +62,7 @@ class Precision:
 
     def prepare(self, model: nn.Module) -> list[torch.Tensor]:
         """Readies a model, once, before it is wrapped or compiled: float32 for the modules that ``keep_float32`` names, and
-        with ``master_weights`` low precision for all other float32 parameters.
+        with ``master_weights`` low precision for all other parameters.
 
         Gradients of parameters in low precision go into the float32 ones of their copies as soon as they are complete, one
         backward added to the other. Where torch.distributed is set up, :meth:`step` averages them over its ranks, in float32:
@@ -71,8 +72,12 @@ class Precision:
             What the optimizer is to step.
 
         Raises:
-            ConfigError: for names in ``keep_float32`` that no module has.
+            ConfigError: for names in ``keep_float32`` that no module has, a second call, or parameters that are not float32
+                without ``master_weights``.
         """
+        if self._prepared:
+            raise ConfigError("prepare() a second time", fix="give it the whole model, once; make a Precision for each")
+        self._prepared = True
         kept: set[int] = set()
         for pattern in self.config.keep_float32:
             found = [module for name, module in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
@@ -81,19 +86,28 @@ class Precision:
                     f"keep_float32 names {pattern!r}, which no module is", fix="see the names in model.named_modules()"
                 )
             for module in found:
-                if self.dtype != torch.float32:
-                    _in_float32(module, self.device.type)
-                kept |= {id(value) for value in module.parameters()}
+                if self.dtype != torch.float32 and not isinstance(module, _InFloat32):
+                    module.__class__ = _in_float32(type(module), self.device.type)  # type: ignore[arg-type]
+                for value in module.parameters():
+                    kept.add(id(value))
+                    value.data = value.data.float() if value.dtype in _LOW else value.data
         trained: list[torch.Tensor] = []
         for name, value in model.named_parameters():
-            if self.config.master_weights and value.dtype == torch.float32 and id(value) not in kept and value.requires_grad:
-                master = value.detach().clone()
+            if not value.requires_grad:
+                continue
+            if self.config.master_weights and id(value) not in kept:
+                master = value.detach().to(torch.float32, copy=True)
                 value.data = value.data.to(self.dtype)
                 value.register_post_accumulate_grad_hook(_add_to(master))  # type: ignore[no-untyped-call]
                 self.masters[name] = master
                 self._low.append(value)
                 trained.append(master)
-            elif value.requires_grad:
+            elif value.dtype in _LOW:
+                raise ConfigError(
+                    f"the parameter {name!r} is {str(value.dtype).removeprefix('torch.')}: small steps would not add up in it",
+                    fix="use master_weights=True, or make it float32: model.float()",
+                )
+            else:
                 trained.append(value)
         return trained
 
@@ -146,8 +160,8 @@ class Precision:
         values = [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
         if not values:
             raise ConfigError("step() without gradients", fix="call backward() before, on a loss of what the optimizer steps")
-        if self.masters:
-            _average([value.grad for value in self.masters.values() if value.grad is not None])
+        if self.config.master_weights:
+            _average([value.grad for value in values])
         self.used_scale = self.scale
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
@@ -240,31 +254,20 @@ def _average(grads: Sequence[torch.Tensor]) -> None:
             bucket = []
 
 
-class _Entered(threading.local):
-    """Contexts that a thread is in: checkpoints run modules again in threads of the backward."""
-
-    def __init__(self) -> None:
-        self.contexts: list[AbstractContextManager[object]] = []
+class _InFloat32(nn.Module):
+    """Marks modules that compute in float32."""
 
 
-_entered = _Entered()
+@functools.cache
+def _in_float32(kind: type[nn.Module], device: str) -> type[nn.Module]:
+    """A class of modules that compute in float32 under autocast. A class, not hooks: copies and ``torch.compile`` take it."""
 
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        with torch.autocast(device, enabled=False):
+            return kind.forward(self, *args, **kwargs)
 
-def _in_float32(module: nn.Module, kind: str) -> None:
-    """Has a module compute in float32 under autocast, by hooks, which a copy of the module keeps."""
-
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        context = torch.autocast(kind, enabled=False)
-        context.__enter__()  # type: ignore[no-untyped-call]
-        _entered.contexts.append(context)
-        widened: tuple[Any, Any] = tree_map_only(torch.Tensor, _widened, (args, kwargs))
-        return widened
-
-    def leave(*_: Any) -> None:
-        _entered.contexts.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave, always_call=True)
+    return type(kind.__name__, (_InFloat32, kind), {"forward": forward, "__doc__": kind.__doc__})
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:
