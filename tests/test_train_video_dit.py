@@ -162,11 +162,13 @@ def test_low_precision_parameters_train_too(videos: Path, tmp_path: Path) -> Non
 class Started:
     """The sample as a user starts it, once a rank."""
 
-    def __init__(self, videos: Path, out: Path, ranks: int) -> None:
+    def __init__(self, videos: Path, out: Path, ranks: int, device: str = "cpu") -> None:
         arguments = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
-        arguments += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--stride", "1", "--device", "cpu"]
+        arguments += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--stride", "1", "--device", device]
         command = [sys.executable, str(ROOT / "samples" / "train_video_dit.py"), str(videos), "--out", str(out)]
-        common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GPUPIPE_OPS": "reference"}
+        common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if device == "cpu":
+            common["GPUPIPE_OPS"] = "reference"
         if ranks > 1:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -213,16 +215,16 @@ class Started:
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_that_was_killed_goes_on_to_the_bit(ranks: int, videos: Path, tmp_path: Path) -> None:
-    whole, killed = Started(videos, tmp_path / "whole", ranks), Started(videos, tmp_path / "killed", ranks)
+@pytest.mark.parametrize(("ranks", "device"), [(1, "cpu"), (2, "cpu"), pytest.param(1, "cuda", marks=pytest.mark.gpu)])
+def test_a_run_that_was_killed_goes_on_to_the_bit(ranks: int, device: str, videos: Path, tmp_path: Path) -> None:
+    whole, killed = (Started(videos, tmp_path / name, ranks, device) for name in ("whole", "killed"))
     for line in killed.lines():
         if line.startswith("checkpoint"):
             break
     killed.kill()
     whole.end()
     assert len(losses(tmp_path / "killed")) < STEPS
-    printed = Started(videos, tmp_path / "killed", ranks).end()
+    printed = Started(videos, tmp_path / "killed", ranks, device).end()
     begun = int(printed[0].removeprefix("goes on behind step "))
     assert begun % SAVE_EVERY == 0, printed[0]
     rows = losses(tmp_path / "whole")
