@@ -214,6 +214,7 @@ class Started:
         return printed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("ranks", "device"), [(1, "cpu"), (2, "cpu"), pytest.param(1, "cuda", marks=pytest.mark.gpu)])
 def test_a_run_that_was_killed_goes_on_to_the_bit(ranks: int, device: str, videos: Path, tmp_path: Path) -> None:
