@@ -241,7 +241,7 @@ def draw(curves: Curves, file: Path, title: str) -> None:
     for number, (name, losses) in enumerate(curves.items()):
         means = smooth(losses)
         steps = range(len(losses) - len(means) + 1, len(losses) + 1)
-        look: dict[str, Any] = {"color": f"C{number}", "linestyle": ("-", "--", ":")[number]}
+        look: dict[str, Any] = {"color": f"C{number}", "linestyle": ("-", "--", ":")[number % 3]}
         top.plot(range(1, len(losses) + 1), losses, color=f"C{number}", alpha=0.2, linewidth=1)
         top.plot(steps, means, label=name, **look)
         if "eager" in curves:

@@ -47,6 +47,8 @@ NOTES = {
     "idle while nothing of the training step runs on it."
 }
 """What belongs below the table of a benchmark."""
+BY_SUBJECT = ("train",)
+"""Benchmarks whose subjects are parts of one whole, each measured against ``eager``."""
 BEGIN, END = "<!-- figures:begin -->", "<!-- figures:end -->"
 
 
@@ -117,14 +119,16 @@ def section(folder: Path = RESULTS, *, brief: bool = False) -> str:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["benchmark"] == "soak":
             parts.append(soak(path.name, data))
+        head = f"**{data['benchmark']}** (`benchmarks/results/{path.name}`, {data['created'][:10]}; {facts_of(data)})\n\n"
         rows = short(data) if brief else data["rows"]
+        if data["benchmark"] in BY_SUBJECT:
+            parts.append(head + by_subject(rows))
+            continue
         lines = compare(rows) if data["benchmark"] not in ELSEWHERE else []
         if not lines:
             continue
-        facts = facts_of(data)
         parts.append(
-            f"**{data['benchmark']}** (`benchmarks/results/{path.name}`, {data['created'][:10]}; {facts})\n\n"
-            "| case | metric | gpupipe | best peer | gpupipe against it | of the limit |\n|---|---|---|---|---|---|\n"
+            f"{head}| case | metric | gpupipe | best peer | gpupipe against it | of the limit |\n|---|---|---|---|---|---|\n"
             + "\n".join(lines)
             + (f"\n\n{NOTES[data['benchmark']]}" if data["benchmark"] in NOTES else "")
         )
@@ -149,6 +153,21 @@ def soak(name: str, data: dict[str, Any]) -> str:
         f" {value['seconds'] / 60:.0f} minutes, with bad files among the good; memory grew by {' and '.join(grown)};"
         f" threads and processes left after closing: {left:.0f}."
     )
+
+
+def by_subject(rows: list[dict[str, Any]]) -> str:
+    """A table with a line for each case and subject and a column for each metric, how it stands to eager's behind it."""
+    found = {(row["case"], row["subject"], row["metric"]): row for row in rows}
+    metrics = list(dict.fromkeys(row["metric"] for row in rows))
+    lines = [f"| case | subject | {' | '.join(metrics)} |", "|---" * (len(metrics) + 2) + "|"]
+    for case, subject in dict.fromkeys((row["case"], row["subject"]) for row in rows):
+        cells = []
+        for metric in metrics:
+            own, base = found.get((case, subject, metric)), found.get((case, "eager", metric))
+            over = quotient(own, base) if own is not None and base is not None and own is not base else None
+            cells.append(cell(own) + (f", {over:.2f}x" if over is not None else ""))
+        lines.append(f"| {case} | {subject} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n\nBehind each figure: how many times as well as `eager` does."
 
 
 def facts_of(data: dict[str, Any]) -> str:

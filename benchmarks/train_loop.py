@@ -98,9 +98,14 @@ class Loop:
         return first, self._last, waits
 
     def busy_ms(self) -> float | None:
-        """Milliseconds a step in which the GPU works for the training stream; None where the profiler sees no kernels.
+        """Milliseconds a step in which the GPU works for the training stream; None where the profiler sees no kernels."""
+        total = busy_us(self.traced())
+        return total / 1000 / PROFILED_STEPS if total else None
 
-        The profiler slows the host, so this has steps of its own. It leaves the kernels as long as they are.
+    def traced(self) -> list[dict[str, Any]]:
+        """What the profiler sees in ``PROFILED_STEPS`` steps: the events of a Chrome trace.
+
+        The profiler slows the host, so these are steps of their own. It leaves the kernels as long as they are.
         """
         for steps in (1, PROFILED_STEPS):  # the first time is for CUPTI, which is then set up
             torch.cuda.synchronize(self._device)
@@ -112,8 +117,8 @@ class Loop:
             path = Path(folder) / "trace.json"
             seen.export_chrome_trace(str(path))
             text = path.read_text(encoding="utf-8", errors="replace")
-        total = busy_us(json.loads(text, strict=False)["traceEvents"])
-        return total / 1000 / PROFILED_STEPS if total else None
+        events: list[dict[str, Any]] = json.loads(text, strict=False)["traceEvents"]
+        return events
 
 
 def busy_us(events: Iterable[Mapping[str, Any]]) -> float:
@@ -127,6 +132,17 @@ def busy_us(events: Iterable[Mapping[str, Any]]) -> float:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
             spans[event["args"]["stream"]].append((event["ts"], event["ts"] + event["dur"]))
     return max((_union(each) for each in spans.values()), default=0.0)
+
+
+def launches(events: Iterable[Mapping[str, Any]]) -> int:
+    """How often the host sent work to the GPU: kernels, copies and fills; a whole CUDA graph counts once.
+
+    Args:
+        events: of a Chrome trace.
+    """
+    sent = ("Launch", "MemcpyAsync", "MemsetAsync", "Memcpy2DAsync", "Memcpy3DAsync")
+    calls = [event["name"] for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
+    return sum(any(word in name for word in sent) for name in calls)
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> float:

@@ -11,13 +11,15 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gpupipe.config import PRESETS, LoaderConfig, TransformConfig
+from gpupipe.config import PRESETS, LoaderConfig, PrecisionConfig, TransformConfig, WatchConfig
 from gpupipe.config.teletron import SHARED, TeleTronConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 MARK = "<!-- fields -->"
 PRESETS_PAGE = PAGE.with_name("transforms.md")
 PRESETS_MARKS = ("<!-- presets:begin -->", "<!-- presets:end -->")
+TRAINING = {"gpupipe.train.Precision": PrecisionConfig, "gpupipe.train.Watch": WatchConfig}
+"""What is configured apart from a loader, and of what it is the settings."""
 _BOUNDS = (("minimum", "≥ {}"), ("exclusiveMinimum", "> {}"), ("maximum", "≤ {}"), ("exclusiveMaximum", "< {}"))
 _ROLE = re.compile(r":\w+:`([^`]*)`")
 """A cross-reference of reStructuredText."""
@@ -32,10 +34,11 @@ def page() -> str:
 
 
 def tables() -> str:
-    """One section for each stage, the loader's own first, and those of TeleTron's layout behind them."""
+    """One section for each stage, the loader's own first; behind them those of TeleTron's layout, and of a training step."""
     stages = dict(_stages(LoaderConfig, ""))
     sections = [_section(model, place) for model, place in stages.items()]
     sections += [_section(model, f"tele_tron.{place}".rstrip(".")) for model, place in _theirs()]
+    sections += [_section(model, place) for place, model in TRAINING.items()]
     return "\n".join(sections)
 
 

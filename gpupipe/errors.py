@@ -120,6 +120,12 @@ class GraphError(GpupipeError):
     code = "TT_ERR_GRAPH"
 
 
+class NotFiniteError(GpupipeError, ArithmeticError):
+    """Losses or gradients are NaN or infinite, step after step; where that begins is named."""
+
+    code = "TT_ERR_NOT_FINITE"
+
+
 class SyncError(GpupipeError):
     """CUDA reported a fault on a stream of the pipeline; the stage that was running is named."""
 

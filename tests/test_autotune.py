@@ -80,6 +80,26 @@ def test_a_later_process_reads_the_winner(lab: Lab, monkeypatch: pytest.MonkeyPa
     assert lab.choose(("bf16", 2048)) == 1, "another shape is another question"
 
 
+def test_a_run_that_goes_on_launches_as_its_checkpoint_says(
+    lab: Lab, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another cache folder or a busy moment would choose another launch, which adds in another order."""
+    lab.choose()
+    record = json.loads(json.dumps(autotune.recorded()))
+    assert list(record.values()) == [CANDIDATES[2]]
+    for file in fresh_cache.rglob("*.json"):
+        file.unlink()
+    forget(monkeypatch)
+    monkeypatch.setattr(autotune, "_recalled", {})
+    lab.us = lambda rows: rows
+    autotune.recall(record)
+    assert lab.choose() == 3
+    assert autotune.recorded() == record, "and so does the next one"
+    autotune.recall({name: {"OTHER": 1} for name in record})
+    forget(monkeypatch)
+    assert lab.choose() == 1, "what another version of the kernel took is no launch of this one"
+
+
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"winner": 3}', b'{"winner": {"ROWS": "3", "num_warps": 4}}'])
 def test_a_damaged_or_outdated_file_is_as_good_as_none(
     lab: Lab, damage: bytes, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch

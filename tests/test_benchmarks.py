@@ -132,6 +132,19 @@ def test_figures_do_not_hide_a_failure() -> None:
     assert figures.compare([row("gpupipe", 2.0)]) == []
 
 
+def test_parts_of_a_step_are_held_against_eager() -> None:
+    rows = [
+        {**row(subject, value), "metric": metric, "better": better}
+        for subject, values in {"eager": (10.0, 4.0), "fused": (8.0, None), "bf16": (10.0, 8.0)}.items()
+        for (metric, better), value in zip((("step_ms", "lower"), ("samples_per_s", "higher")), values, strict=True)
+    ]
+    lines = figures.by_subject(rows).splitlines()
+    assert lines[0] == "| case | subject | step_ms | samples_per_s |"
+    assert lines[2] == "| x | eager | 10.0 (10.0–10.0) | 4.00 (4.00–4.00) |"
+    assert lines[3] == "| x | fused | 8.00 (8.00–8.00), 1.25x | failed |"
+    assert lines[4] == "| x | bf16 | 10.0 (10.0–10.0), 1.00x | 8.00 (8.00–8.00), 2.00x |"
+
+
 def test_figures_replace_only_what_lies_between_the_markers() -> None:
     text = f"head\n{figures.BEGIN}\nold\n{figures.END}\ntail\n"
     assert figures.rewritten(text, "new\n") == f"head\n{figures.BEGIN}\nnew\n{figures.END}\ntail\n"
@@ -258,6 +271,7 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
         ("bench_loader_train", ["--quick"]),
         ("bench_ops", ["--quick"]),
         ("bench_block", ["--quick"]),
+        ("bench_train", ["--quick"]),
         (
             "conformance",
             [

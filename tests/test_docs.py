@@ -78,7 +78,8 @@ def test_the_map_of_the_rooms_is_complete() -> None:
 
 def test_every_trainer_s_sample_is_shown() -> None:
     text = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"\{literalinclude\} \.\./samples/(\S+)", text))
+    text += (ROOT / "docs" / "reference_trainer.md").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\{literalinclude\} \.\./samples/(train_\S+)", text))
     assert shown == {path.name for path in (ROOT / "samples").glob("train_*.py")}
     linked = set(re.findall(r"\]\(\.\./samples/(\S+)\)", text))
     assert shown <= linked, "a code host shows no literalinclude: there the link leads to the sample"

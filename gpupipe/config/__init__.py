@@ -21,6 +21,7 @@ from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
 from gpupipe.config.source import FilterConfig, SourceConfig
 from gpupipe.config.stage import UNBUILT, Misfit, PathLike, StageConfig, fits, whole_number
+from gpupipe.config.training import PrecisionConfig, WatchConfig
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
 
@@ -43,10 +44,12 @@ __all__ = [
     "LoaderConfig",
     "MixConfig",
     "PathLike",
+    "PrecisionConfig",
     "RemoteConfig",
     "SourceConfig",
     "StageConfig",
     "TransformConfig",
+    "WatchConfig",
 ]
 
 

@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound="StageConfig")
 UNBUILT: dict[str, str] = {
     "optical_flow": "a model for it can run on batch['video'] in the training step, or on each clip in VideoLoader(after=…)",
     "cuda_graph": "capture the training step itself with torch.cuda.make_graphed_callables, and copy batches in",
-    "mixed_precision": "use torch.autocast in the training step; transform.dtype is the type of the batch",
+    "mixed_precision": "use gpupipe.train.Precision in the training step; transform.dtype is the type of the batch",
     "recompute": "use torch.utils.checkpoint in the model",
     "memory": "jitter.max_gib and cache.clips_gib bound what a loader holds, micro-batches follow the memory that is free",
 }

@@ -47,6 +47,8 @@ _VERSION = 1
 """Raise it when what a stored winner means has changed."""
 
 _chosen: dict[tuple[Any, ...], Config] = {}
+_recalled: dict[str, Config] = {}
+"""What :func:`recall` was told, by the name of the winner's file."""
 _tuning = threading.Lock()
 _notes: _Notes | None = None
 
@@ -258,12 +260,26 @@ def _stored(name: str, candidates: Sequence[Config]) -> Config | None:
 
     It need not be one of them: which are worth a try depends on sizes that a key has in buckets.
     """
-    try:
-        winner = json.loads((disk.cache_dir() / disk.LAUNCHES / name).read_bytes())["winner"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    winner: Any = _recalled.get(name)
+    if winner is None:
+        try:
+            winner = json.loads((disk.cache_dir() / disk.LAUNCHES / name).read_bytes())["winner"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
     kind = dict.fromkeys(candidates[0], int)
     return winner if isinstance(winner, dict) and {name: type(value) for name, value in winner.items()} == kind else None
+
+
+def recorded() -> dict[str, Config]:
+    """How this process launches its kernels, as plain data, for a checkpoint: another process may sum in another order."""
+    return _recalled | {
+        _file_name(*question): dict(winner) for question, winner in _chosen.items() if question[2].type == "cuda"
+    }
+
+
+def recall(record: Mapping[str, Config]) -> None:
+    """Makes kernels not launched yet be launched as :func:`recorded` says; what is of another GPU or version is not used."""
+    _recalled.update(record)
 
 
 class DoesNotFit(Exception):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 INDICES, SHARDS, REMOTE, LAUNCHES = "index", "shards", "remote", "autotune"
 """Kinds of files, each in a folder of its own."""
@@ -64,3 +66,33 @@ def write(target: Path, data: bytes) -> str:
         with contextlib.suppress(OSError):
             os.unlink(part)
     return ""
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
+    """A file to write to, which takes the place of ``target`` when the block ends well; else ``target`` stays as it was.
+
+    The new content is on the disk before it has the name, so that neither a kill nor a power cut leaves half a file. What a
+    killed process left of it, ``<name>.part``, the next write takes over: one process writes a target at a time.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(target.name + ".part")
+    try:
+        with part.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise
+    with contextlib.suppress(OSError, AttributeError):  # not every system opens folders
+        folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

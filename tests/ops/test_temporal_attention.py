@@ -163,6 +163,16 @@ def test_compiles_whole(dynamic: bool) -> None:
         torch.testing.assert_close(*(torch.autograd.grad(made(x, w).square().sum(), (x, w)) for made in (compiled, work)))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    """The plain form's products must stay in float32: autocast would round scores, and has no room for what hides them."""
+    x, w = torch.randn(1, 6, 3, 1, 8).to(dtype), torch.ones(8, dtype=dtype)
+    with ops.use("reference"):
+        expected = ops.temporal_attention(x, w, w, grid=(3, 1, 2), norm="head")
+        with torch.autocast("cpu", dtype):
+            assert torch.equal(ops.temporal_attention(x, w, w, grid=(3, 1, 2), norm="head"), expected)
+
+
 def test_ops_keep_the_rules_of_torch() -> None:
     x, w = torch.randn(1, 4, 3, 1, 8, requires_grad=True), torch.ones(8, requires_grad=True)
     rope = turning((2, 1, 2), 8)

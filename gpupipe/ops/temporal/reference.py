@@ -40,7 +40,8 @@ def temporal(
         visible = visible.tril()
     if mask is not None:
         visible = visible & mask[:, None, None, None, :]
-    scores = (q_rows @ k_rows.transpose(-1, -2)) * scale
-    weights = scores.masked_fill(~visible, torch.finfo(wide).min).softmax(-1).masked_fill(~visible, 0.0)
-    out: torch.Tensor = weights @ v_rows
+    with torch.autocast(q.device.type, enabled=False):  # it would round the products
+        scores = (q_rows @ k_rows.transpose(-1, -2)) * scale
+        weights = scores.masked_fill(~visible, torch.finfo(wide).min).softmax(-1).masked_fill(~visible, 0.0)
+        out: torch.Tensor = weights @ v_rows
     return out.permute(0, 3, 1, 2, 4).reshape(q.shape).to(q.dtype)

@@ -1,0 +1,58 @@
+"""The configuration of a training step: its precision, and the watch over it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from gpupipe.config.stage import Misfit, StageConfig, fits
+
+Scale = Annotated[float, Field(gt=0, le=2.0**126)]
+
+
+class PrecisionConfig(StageConfig):
+    """Types of a training step. Weights that the optimizer steps, its state and summed gradients are float32 in all of them."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """What products are worked out in, by torch's autocast. ``float16`` has the range of a loss scale's making: gradients are
+    those of the loss times the scale, which follows what overflows (Micikevicius et al., Mixed Precision Training, 2018)."""
+    master_weights: bool = False
+    """Whether the model keeps its parameters in ``dtype`` beside float32 copies, which the optimizer steps: no casts in each
+    step, half the memory of gradients on their way. False: parameters are float32, and cast where they are used."""
+    keep_float32: tuple[str, ...] = ()
+    """Modules that compute in float32 all the same, parameters included: names as in ``model.named_modules()``, with ``*`` and
+    ``?`` as in file names."""
+    initial_scale: Scale = 65536.0
+    """The loss scale of the first step; float16 only."""
+    growth_interval: Annotated[int, Field(ge=1)] = 2000
+    """Steps in a row without an overflow after which the scale doubles; one with an overflow halves it, and is left out."""
+    max_scale: Scale = 2.0**24
+    """The scale's ceiling: the greatest value that it grows to."""
+
+    @fits
+    def _starts_below_the_ceiling(self) -> None:
+        if self.initial_scale > self.max_scale:
+            raise Misfit(
+                f"initial_scale={self.initial_scale:g} is above max_scale={self.max_scale:g}",
+                fix="raise max_scale, or start lower",
+            )
+
+    @fits
+    def _masters_of_something(self) -> None:
+        if self.master_weights and self.dtype == "float32":
+            raise Misfit("master_weights=True with dtype='float32' would keep all weights twice", fix="leave it out")
+
+
+class WatchConfig(StageConfig):
+    """What is done about losses and gradients that are not finite."""
+
+    lag: Annotated[int, Field(ge=0, le=64)] = 4
+    """Steps after which the host reads what the device found: so far it may run ahead. The batches of that many are held."""
+    overflows: Annotated[int, Field(ge=1)] = 16
+    """Steps in a row that a loss scale may leave out: that many halvings are not a scale that finds its place."""
+    repeat: Literal["no", "conservative", "float32"] = "conservative"
+    """How such a step is done again: ``conservative`` with ``gpupipe.ops`` rounding as torch's own ops do, ``float32`` also
+    without autocast (not with ``master_weights``)."""
+    give_up: Annotated[int, Field(ge=1)] = 3
+    """Such steps in a row, without one that went well between them, after which training ends in an error."""

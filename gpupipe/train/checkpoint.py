@@ -1,0 +1,69 @@
+"""A whole run in one file, which is there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpupipe.device import autotune
+from gpupipe.device.disk import replacing
+from gpupipe.errors import ConfigError
+
+VERSION = 1
+"""Of the form of the file. One of another version is refused."""
+_OWN = ("version", "launches")
+
+
+def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
+    """Writes the parts of a run: state_dicts of model, optimizer, loader and so on, numbers, text.
+
+    The file takes the place of an earlier one only when it is complete, so that a run killed at any moment leaves one that
+    loads. Which launches the kernels were tuned to goes in as well. Reading weights waits for the device.
+
+    Args:
+        path: of the file. One process writes it; the state of one rank's loader serves all ranks.
+        parts: by name, made of tensors and plain data.
+
+    Raises:
+        ConfigError: for a name that the file needs itself, or a file that cannot be written.
+    """
+    if taken := set(parts) & set(_OWN):
+        raise ConfigError(f"a checkpoint has {', '.join(sorted(taken))} of its own", fix="give the part another name")
+    try:
+        with replacing(Path(path)) as file:
+            torch.save({"version": VERSION, "launches": autotune.recorded(), **parts}, file)
+    except OSError as error:
+        raise ConfigError(f"cannot write the checkpoint {path}: {error}", fix="name a file in a folder with room") from error
+
+
+def load_checkpoint(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The parts that :func:`save_checkpoint` wrote. Kernels are launched as in the run that wrote it.
+
+    Nothing in the file is run: only tensors and plain data are read.
+
+    Args:
+        device: where its tensors are put; what is loaded from them is copied to where it belongs.
+
+    Raises:
+        ConfigError: for a file that is not there or is no checkpoint of this version.
+    """
+    try:
+        found: Any = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            f"cannot read the checkpoint {path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
+            fix="give a file that save_checkpoint() wrote",
+        ) from error
+    if not isinstance(found, Mapping) or found.get("version") != VERSION:
+        version = found.get("version") if isinstance(found, Mapping) else None
+        raise ConfigError(
+            f"{path} is a checkpoint of version {version!r}, this gpupipe reads {VERSION}",
+            fix="give a file that save_checkpoint() wrote, or go on with the gpupipe that wrote it",
+        )
+    autotune.recall(found["launches"])
+    return {name: part for name, part in found.items() if name not in _OWN}

@@ -1,0 +1,274 @@
+"""The types of a training step: autocast, float32 copies of weights, a loss scale, and steps left out on the device."""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from gpupipe.config.training import PrecisionConfig
+from gpupipe.errors import ConfigError
+
+_LOW = (torch.bfloat16, torch.float16)
+_BUCKET_BYTES = 64 << 20
+"""Gradients that are reduced together: few enough to need little memory, enough for the network's full rate."""
+
+
+class Precision:
+    """Runs training steps as a :class:`gpupipe.config.PrecisionConfig` says::
+
+        precision = Precision({"dtype": "float16"}, device)
+        optimizer = torch.optim.AdamW(precision.prepare(model), lr=1e-4, fused=True)
+        for batch in loader:
+            with precision.autocast():
+                loss = loss_of(model, batch)
+            precision.backward(loss)
+            norm = precision.step(optimizer, clip=1.0)
+
+    A step whose gradients are not finite changes neither weights nor the optimizer's state. torch's fused optimizers leave it
+    out on the device; for others the host waits in each step to know.
+
+    Args:
+        config: a PrecisionConfig, or a dict of its fields.
+        device: where the model is.
+
+    Attributes:
+        config: the settings.
+        masters: float32 copies of the parameters that the model keeps in low precision, by name.
+    """
+
+    def __init__(self, config: PrecisionConfig | dict[str, Any] | None = None, device: torch.device | str = "cpu") -> None:
+        self.config = PrecisionConfig.parse(config)
+        self.device = torch.device(device)
+        self.dtype: torch.dtype = getattr(torch, self.config.dtype)
+        self.masters: dict[str, torch.Tensor] = {}
+        self._low: list[torch.Tensor] = []
+        self._one = torch.ones((), device=self.device)
+        self._wide = self._prepared = False
+        self.used_scale = self._one
+        """The loss scale of the last step, float32 on the device; 1 without one."""
+        self._scaler: torch.amp.GradScaler | None = None
+        if self.dtype == torch.float16:
+            self._scaler = torch.amp.GradScaler(
+                self.device.type, init_scale=self.config.initial_scale, growth_interval=self.config.growth_interval
+            )
+
+    def prepare(self, model: nn.Module) -> list[torch.Tensor]:
+        """Readies a model, once, before it is wrapped or compiled: float32 for the modules that ``keep_float32`` names, and
+        with ``master_weights`` low precision for all other parameters.
+
+        Gradients of parameters in low precision go into the float32 ones of their copies as soon as they are complete, one
+        backward added to the other. Where torch.distributed is set up, :meth:`step` averages them over its ranks, in float32:
+        such a model must not be in DistributedDataParallel too.
+
+        Returns:
+            What the optimizer is to step.
+
+        Raises:
+            ConfigError: for names in ``keep_float32`` that no module has, a second call, or parameters that are not float32
+                without ``master_weights``.
+        """
+        if self._prepared:
+            raise ConfigError("prepare() a second time", fix="give it the whole model, once; make a Precision for each")
+        self._prepared = True
+        kept: set[int] = set()
+        for pattern in self.config.keep_float32:
+            found = [module for name, module in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
+            if not found:
+                raise ConfigError(
+                    f"keep_float32 names {pattern!r}, which no module is", fix="see the names in model.named_modules()"
+                )
+            for module in found:
+                if self.dtype != torch.float32 and not isinstance(module, _InFloat32):
+                    module.__class__ = _in_float32(type(module), self.device.type)  # type: ignore[arg-type]
+                for value in module.parameters():
+                    kept.add(id(value))
+                    value.data = value.data.float() if value.dtype in _LOW else value.data
+        trained: list[torch.Tensor] = []
+        for name, value in model.named_parameters():
+            if not value.requires_grad:
+                continue
+            if self.config.master_weights and id(value) not in kept:
+                master = value.detach().to(torch.float32, copy=True)
+                value.data = value.data.to(self.dtype)
+                value.register_post_accumulate_grad_hook(_add_to(master))  # type: ignore[no-untyped-call]
+                self.masters[name] = master
+                self._low.append(value)
+                trained.append(master)
+            elif value.dtype in _LOW:
+                raise ConfigError(
+                    f"the parameter {name!r} is {str(value.dtype).removeprefix('torch.')}: small steps would not add up in it",
+                    fix="use master_weights=True, or make it float32: model.float()",
+                )
+            else:
+                trained.append(value)
+        return trained
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """For the forward pass and the loss."""
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype != torch.float32 and not self._wide)
+
+    @contextmanager
+    def in_float32(self) -> Iterator[None]:
+        """Within the block :meth:`autocast` does nothing."""
+        self._wide = True
+        try:
+            yield
+        finally:
+            self._wide = False
+
+    def backward(self, loss: torch.Tensor, *, scale: torch.Tensor | float | None = None) -> None:
+        """Adds the gradients of a loss to those that are there, times the loss scale where there is one.
+
+        Args:
+            scale: another one than that of this step: to do an earlier step again.
+        """
+        if scale is not None:
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+        elif self._scaler is not None:
+            self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+        else:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """The loss scale of the next backward, float32 on the device; 1 without one."""
+        return self._one if self._scaler is None else self._scaler.scale(self._one)
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is a loss scale, so that gradients that overflow now and then are no fault."""
+        return self._scaler is not None
+
+    def step(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> torch.Tensor:
+        """Takes a step by the gradients that have been added up, and forgets them. The host waits for nothing.
+
+        Args:
+            optimizer: over what :meth:`prepare` returned.
+            clip: gradients are shrunk to this L2 norm over all of them, where theirs is greater.
+
+        Returns:
+            The gradients' norm before that, a float32 scalar on the device. Where it is not finite the step was left out.
+        """
+        values = [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
+        if not values:
+            raise ConfigError("step() without gradients", fix="call backward() before, on a loss of what the optimizer steps")
+        if self.config.master_weights:
+            _average([value.grad for value in values])
+        self.used_scale = self.scale
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+        norm = torch.nn.utils.get_total_norm([value.grad for value in values]).float()
+        if clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(values, clip, norm)
+        if self._scaler is not None:
+            self._scaler.step(optimizer)
+            self._scaler.update()
+            self._scaler.update(self.scale.clamp(max=self.config.max_scale))
+        else:
+            _step_if_finite(optimizer, norm)
+        optimizer.zero_grad(set_to_none=True)
+        if self._low:
+            with torch.no_grad():
+                torch._foreach_copy_(self._low, list(self.masters.values()))
+        return norm
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale and the float32 weights, for a checkpoint. Waits for the device."""
+        scaler = self._scaler.state_dict() if self._scaler is not None else {}
+        kept = {name: scaler[name] for name in ("scale", "_growth_tracker") if name in scaler}
+        return {"scaler": kept, "masters": dict(self.masters)}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any], model: nn.Module) -> None:
+        """Takes up what :meth:`state_dict` gave, after ``model`` and optimizer have loaded theirs; also with another precision.
+
+        Args:
+            model: the one that was prepared, unwrapped: it gets the float32 weights of the file, rounded where it keeps others.
+
+        Raises:
+            ConfigError: for float32 weights that ``model`` does not have.
+        """
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(self._scaler.state_dict() | dict(state["scaler"]))
+            self._scaler.update(self.scale.clamp(max=self.config.max_scale))
+        parameters = dict(model.named_parameters())
+        if strangers := set(state["masters"]) - set(parameters):
+            raise ConfigError(
+                f"this state has weights of {sorted(strangers)[0]!r}, which the model does not have", fix="make the same model"
+            )
+        for name, value in state["masters"].items():
+            parameters[name].copy_(value)
+        for name, master in self.masters.items():
+            master.copy_(state["masters"].get(name, parameters[name]))
+
+
+def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
+    """A step, unless the norm of its gradients is not finite. Fused optimizers see to that on the device."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        if bool(norm.isfinite()):
+            optimizer.step()
+        return
+    fused: Any = optimizer  # as GradScaler hands these two over
+    fused.grad_scale, fused.found_inf = None, (~norm.isfinite()).float()
+    try:
+        optimizer.step()
+    finally:
+        del fused.grad_scale, fused.found_inf
+
+
+def _add_to(master: torch.Tensor) -> Any:
+    def add(parameter: torch.Tensor) -> None:
+        """Called in a backward, when a parameter's gradient is complete."""
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return add
+
+
+@torch.no_grad()
+def _average(grads: Sequence[torch.Tensor]) -> None:
+    """Means over all ranks, in buckets."""
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    bucket: list[torch.Tensor] = []
+    for number, grad in enumerate(grads):
+        bucket.append(grad)
+        if number + 1 == len(grads) or sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
+            flat = torch.cat([each.reshape(-1) for each in bucket])
+            dist.all_reduce(flat)
+            flat.div_(dist.get_world_size())
+            parts = torch.split(flat, [each.numel() for each in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
+            bucket = []
+
+
+class _InFloat32(nn.Module):
+    """Marks modules that compute in float32."""
+
+
+@functools.cache
+def _in_float32(kind: type[nn.Module], device: str) -> type[nn.Module]:
+    """A class of modules that compute in float32 under autocast. A class, not hooks: copies and ``torch.compile`` take it."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        with torch.autocast(device, enabled=False):
+            return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (_InFloat32, kind), {"forward": forward, "__doc__": kind.__doc__})
+
+
+def _widened(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.is_floating_point() and value.dtype != torch.float64 else value

@@ -1,0 +1,257 @@
+"""Trains a video diffusion transformer (video_dit.py) on clips of yours, or on a small set that it makes.
+
+    python samples/train_video_dit.py                                     # on clips that it makes
+    python samples/train_video_dit.py videos/ --frames 16 --size 128 --hidden 768 --depth 12 --heads 12 --micro-batch 2
+    torchrun --nproc_per_node 8 samples/train_video_dit.py videos/ --out run
+
+Started again with the same --out it goes on from checkpoint.pt, which holds weights, their averages, the optimizer, the loss
+scale and where the data stood, as if it had never stopped. The loss of each step goes to losses.csv, videos that the averaged
+model makes to samples-STEP.gif.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from video_dit import VideoDiT, VideoDiTConfig, flow_loss, sample
+
+from gpupipe import Batch, VideoLoader
+from gpupipe.cli.demo_data import make_clips
+from gpupipe.train import Ema, Precision, Watch, load_checkpoint, save_checkpoint
+from gpupipe.train.watch import Seen
+
+
+class Trainer:
+    """Model, data and what stands between them. All that a run consists of is in :meth:`save`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.step = options, 0
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self.ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self.loader = VideoLoader(
+            videos_of(options, self.rank),
+            clip={"frames": options.frames, "stride": options.stride},
+            transform={"preset": "diffusion", "size": options.size, "dtype": "float32"},  # -1 to 1
+            batch={"size": options.batch, "micro_size": options.micro_batch},
+            device=options.device,
+            seed=options.seed,
+            repeat=True,
+        )
+        self.device = self.loader.device
+        torch.manual_seed(options.seed)  # all ranks begin with the same weights
+        patch, size = tuple(options.patch), options.size
+        self.config = VideoDiTConfig(options.frames, size, size, patch, options.hidden, options.depth, options.heads)
+        self.net = VideoDiT(self.config).to(self.device)
+        dtype = options.dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
+        self.precision = Precision({"dtype": dtype, "master_weights": options.master_weights}, self.device)
+        trained = self.precision.prepare(self.net)
+        self.optimizer = torch.optim.AdamW(trained, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+        self.ema = Ema(self.net, options.ema, weights=self.precision.masters)
+        self.model: nn.Module = self.net
+        if self.ranks > 1 and not self.precision.masters:  # the gradients of those are averaged by the precision itself
+            self.model = DistributedDataParallel(self.net)
+        self.watch = Watch(self.net, self.loss_of, self.precision)
+        self.checkpoint, self.losses = options.out / "checkpoint.pt", options.out / "losses.csv"
+
+    def run(self) -> None:
+        if self.checkpoint.exists():
+            self.load()
+        self.begin_losses()
+        for parts in steps_of(self.loader):
+            if self.step >= self.options.steps:
+                break
+            self.step += 1
+            seen = self.watch.after(self.step, parts, *self.train_step(parts))
+            if seen is not None:
+                self.note(seen)
+            if self.step % self.options.save_every == 0 or self.step == self.options.steps:
+                for late in self.watch.settle():
+                    self.note(late)
+                self.save()
+            if self.step % self.options.sample_every == 0 or self.step == self.options.steps:
+                self.show()
+
+    def train_step(self, parts: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the optimizer, by the gradients of all its parts; its loss and the gradients' norm, on the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.options.lr * min(1.0, self.step / self.options.warmup)
+        total = torch.zeros((), device=self.device)
+        for part in parts:
+            with self.model.no_sync() if self.waits(part) else contextlib.nullcontext():  # type: ignore[operator]
+                with self.precision.autocast():
+                    loss = self.loss_of(self.model, part)
+                self.precision.backward(loss)
+            total += loss.detach()
+        if self.ranks > 1:
+            dist.all_reduce(total)
+            total /= self.ranks
+        norm = self.precision.step(self.optimizer, clip=self.options.clip)
+        self.ema.update()
+        return total, norm
+
+    def waits(self, part: Batch) -> bool:
+        """Whether the gradients of a part stay on this rank until those of the step's last part are there."""
+        return isinstance(self.model, DistributedDataParallel) and part.part[0] + 1 < part.part[1]
+
+    def loss_of(self, model: nn.Module, part: Batch) -> torch.Tensor:
+        """The part's share of its step's loss."""
+        noise, time = drawn(part, self.options.seed)
+        return flow_loss(model, part.video, noise, time) * part.share
+
+    def note(self, seen: Seen) -> None:
+        """Takes down the figures of a step; one that was not finite is done again."""
+        if seen.report is not None and self.watch.config.repeat != "no":
+            with self.watch.careful():
+                seen = self.watch.after(seen.step, seen.batches, *self.train_step(list(seen.batches))) or seen
+        if self.rank == 0:
+            with self.losses.open("a", newline="") as lines:
+                csv.writer(lines).writerow([seen.step, seen.loss, seen.norm, seen.scale])
+            print(f"step {seen.step}: loss {seen.loss:.4f}, gradients {seen.norm:.3f}", flush=True)
+
+    def begin_losses(self) -> None:
+        """The losses up to the step from which this goes on: what was done after the checkpoint is done again."""
+        if self.rank == 0:
+            self.options.out.mkdir(parents=True, exist_ok=True)
+            kept = self.losses.read_text().splitlines()[1:] if self.losses.exists() else []
+            kept = [line for line in kept if line.count(",") == 3 and int(line.split(",")[0]) <= self.step]
+            self.losses.write_text("\n".join(["step,loss,norm,scale", *kept]) + "\n")
+
+    def save(self) -> None:
+        if self.rank == 0:  # its loader's state serves all ranks
+            save_checkpoint(
+                self.checkpoint,
+                step=self.step,
+                config=asdict(self.config),
+                model=self.net.state_dict(),
+                ema=self.ema.state_dict(),
+                optimizer=self.optimizer.state_dict(),
+                precision=self.precision.state_dict(),
+                loader=self.loader.state_dict(),
+            )
+            print(f"checkpoint behind step {self.step}", flush=True)
+
+    def load(self) -> None:
+        found = load_checkpoint(self.checkpoint, device=self.device)
+        self.step = found["step"]
+        self.net.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+        self.precision.load_state_dict(found["precision"], self.net)
+        self.ema.load_state_dict(found["ema"])
+        self.loader.load_state_dict(found["loader"])
+        if self.rank == 0:
+            print(f"goes on behind step {self.step}", flush=True)
+
+    def show(self) -> None:
+        """Four videos that the averaged model makes, from the same noise each time."""
+        if self.rank == 0:
+            config, generator = self.config, torch.Generator(self.device).manual_seed(self.options.seed)
+            shape = (4, config.channels, config.frames, config.height, config.width)
+            noise = torch.randn(shape, generator=generator, device=self.device)
+            with self.ema.applied(), self.precision.autocast():
+                made = sample(self.net, noise, self.options.sample_steps)
+            write_gif(self.options.out / f"samples-{self.step:06d}.gif", made)
+
+
+def drawn(part: Batch, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Noise (B, 3, T, H, W) and times (B,), which are dense in the middle (logit-normal; Esser et al. 2024).
+
+    Each clip has a generator of its own, so that neither parts nor ranks nor a new start change what it draws.
+    """
+    generator = torch.Generator(part.video.device)
+    noise, place = [], []
+    for clip in part.clips:
+        key = repr((seed, clip.request.epoch, clip.request.sample, clip.clip)).encode()
+        generator.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest()))
+        noise.append(torch.randn(part.video.shape[1:], generator=generator, device=part.video.device))
+        place.append(torch.randn((), generator=generator, device=part.video.device))
+    return torch.stack(noise), torch.stack(place).sigmoid()
+
+
+def steps_of(loader: VideoLoader) -> Iterator[list[Batch]]:
+    """The parts of each step of the optimizer."""
+    parts: list[Batch] = []
+    for part in loader:
+        parts.append(part)
+        if part.part[0] + 1 == part.part[1]:
+            yield parts
+            parts = []
+
+
+def videos_of(options: argparse.Namespace, rank: int) -> Any:
+    """The user's videos, or a set that the first rank makes."""
+    if options.videos:
+        return options.videos
+    folder = options.out / "clips"
+    if rank == 0:
+        make_clips(folder, train=10, val=1)
+    if dist.is_initialized():
+        dist.barrier()
+    return folder / "train.csv"
+
+
+def write_gif(file: Path, videos: torch.Tensor, seconds: float = 0.1) -> None:
+    """Videos (B, 3, T, H, W) of -1 to 1, side by side."""
+    pixels = (
+        ((videos.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(2, 3, 0, 4, 1).flatten(2, 3)
+    )  # (T, H, B * W, 3)
+    first, *rest = [Image.fromarray(frame) for frame in pixels.cpu().numpy()]
+    first.save(file, save_all=True, append_images=rest, duration=round(1000 * seconds), loop=0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("videos", nargs="*", help="files, folders, patterns or tables; none: a small set is made")
+    parser.add_argument("--out", type=Path, default=Path("video_dit_out"))
+    parser.add_argument("--steps", type=int, default=200, help="of the optimizer, in all")
+    parser.add_argument("--batch", type=int, default=8, help="clips of a step on each rank")
+    parser.add_argument("--micro-batch", type=int, help="clips of a forward and backward; fewer need less memory")
+    parser.add_argument("--frames", type=int, default=8)
+    parser.add_argument("--stride", type=int, default=2)
+    parser.add_argument("--size", type=int, default=32, help="of a clip, in pixels")
+    parser.add_argument("--patch", type=int, nargs=3, default=(1, 4, 4))
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
+    parser.add_argument("--master-weights", action="store_true", help="parameters in that type, with float32 copies")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--warmup", type=int, default=20, help="steps in which the rate rises")
+    parser.add_argument("--clip", type=float, default=1.0, help="the gradients' norm, at most")
+    parser.add_argument("--ema", type=float, default=0.999)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--sample-every", type=int, default=100)
+    parser.add_argument("--sample-steps", type=int, default=25)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
+    options = parser.parse_args()
+    if options.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if "RANK" in os.environ:  # under torchrun
+        dist.init_process_group()  # before the loader, which takes rank and world size from it
+        if options.device == "auto" and torch.cuda.is_available():
+            options.device = f"cuda:{dist.get_node_local_rank()}"
+            torch.cuda.set_device(options.device)
+    trainer = Trainer(options)
+    with trainer.loader:
+        trainer.run()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""The reference trainer: what it learns, and that a run killed at any moment goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import train_video_dit
+from PIL import Image
+from video_dit import VideoDiT, VideoDiTConfig, flow_loss, sample
+
+from gpupipe import VideoLoader, ops
+from gpupipe.cli.demo_data import make_clips
+from gpupipe.train import load_checkpoint
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = VideoDiTConfig(frames=4, height=16, width=8, patch=(2, 4, 4), hidden=32, depth=2, heads=2)
+SIZES = {"frames": 4, "size": 16, "hidden": 32, "depth": 1, "heads": 2, "batch": 4, "micro-batch": 2, "sample-steps": 2}
+STEPS, SAVE_EVERY = 30, 8
+
+
+@pytest.fixture(autouse=True)
+def plain_ops() -> Iterator[None]:
+    """Tests of the ops run their kernels in an interpreter, which takes minutes for a model."""
+    with ops.use("reference"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_clips(tmp_path_factory.mktemp("videos"), train=3, val=1, size=32, frames=12).train
+
+
+def tiny() -> VideoDiT:
+    torch.manual_seed(0)
+    return VideoDiT(TINY)
+
+
+def test_a_new_model_says_zero_and_every_parameter_learns() -> None:
+    model, video = tiny(), torch.randn(2, 3, 4, 16, 8)
+    assert not model(video, torch.rand(2)).any(), "the last layer begins with zeros"
+    for value in model.parameters():
+        if not value.any():
+            torch.nn.init.normal_(value, std=0.1)
+    made = model(video, torch.tensor([0.1, 0.9]))
+    assert made.shape == video.shape
+    made.square().mean().backward()
+    still = [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()]
+    assert still == []
+
+
+def test_the_model_sees_time_place_and_neighbours() -> None:
+    """A token's output depends on the diffusion time, on other frames and on other places of its frame."""
+    model = tiny().eval()
+    for value in model.parameters():
+        if not value.any():
+            torch.nn.init.normal_(value, std=0.1)
+    video, time = torch.randn(1, 3, 4, 16, 8), torch.tensor([0.5])
+    with torch.no_grad():
+        made = model(video, time)[:, :, :2, :4, :4]
+        assert not torch.allclose(made, model(video, time + 0.1)[:, :, :2, :4, :4], atol=1e-4)
+        for part in ((slice(2, 4), slice(0, 4), slice(0, 4)), (slice(0, 2), slice(12, 16), slice(4, 8))):
+            other = video.clone()
+            other[(0, slice(None), *part)] += 1.0
+            assert not torch.allclose(made, model(other, time)[:, :, :2, :4, :4], atol=1e-4)
+        same = video[:, :, [2, 3, 0, 1]]
+        swapped = model(same, time)[:, :, 2:, :4, :4]
+        assert not torch.allclose(made, swapped, atol=1e-4), "rotary tables tell the first frames from the last"
+
+
+def test_the_loss_is_that_of_the_velocity_and_euler_follows_it() -> None:
+    video, noise = torch.randn(2, 3, 4, 16, 8), torch.randn(2, 3, 4, 16, 8)
+    asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    class Exact(torch.nn.Module):
+        def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+            asked.append((x, time))
+            return noise - video
+
+    assert flow_loss(Exact(), video, noise, torch.tensor([0.0, 1.0])) == 0
+    assert torch.equal(asked[0][0][0], video[0])
+    assert torch.equal(asked[0][0][1], noise[1])
+    assert torch.allclose(sample(Exact(), noise, 5), video, atol=1e-5), "the path is a straight line"
+    assert [round(float(time[0]), 3) for _, time in asked[1:]] == [1.0, 0.8, 0.6, 0.4, 0.2]
+
+
+def test_what_a_clip_draws_depends_on_the_clip_alone(videos: Path) -> None:
+    """Not on the parts that a step is cut into, nor on the clips beside it."""
+    drawn: dict[int, dict[int, torch.Tensor]] = {}
+    for size in (4, 1):
+        clips: dict[str, Any] = {"clip": {"frames": 4}, "transform": {"preset": "diffusion", "size": 16, "dtype": "float32"}}
+        with VideoLoader(videos, **clips, batch={"size": 4, "micro_size": size}, device="cpu") as loader:
+            parts = next(train_video_dit.steps_of(loader))
+        assert len(parts) == 4 // size
+        drawn[size] = {}
+        for part in parts:
+            noise, time = train_video_dit.drawn(part, seed=3)
+            assert (noise.shape, time.shape) == (part.video.shape, (size,))
+            assert ((time > 0) & (time < 1)).all()
+            drawn[size] |= {clip.request.sample: one for clip, one in zip(part.clips, noise, strict=True)}
+    assert all(torch.equal(drawn[1][key], drawn[4][key]) for key in drawn[4])
+    assert len({float(one.sum()) for one in drawn[4].values()}) == 4
+
+
+def options(videos: Path, out: Path, **fields: Any) -> argparse.Namespace:
+    known = {name.replace("-", "_"): value for name, value in SIZES.items()} | {
+        "videos": str(videos), "out": out, "steps": 6, "stride": 1, "patch": (1, 4, 4), "dtype": "float32", "lr": 1e-3,
+        "master_weights": False, "warmup": 2, "clip": 1.0, "ema": 0.99, "seed": 0, "save_every": 100, "sample_every": 100,
+        "device": "cpu",
+    }  # fmt: skip
+    return argparse.Namespace(**known | fields)
+
+
+def losses(out: Path) -> list[list[str]]:
+    with (out / "losses.csv").open(newline="") as lines:
+        return list(csv.reader(lines))[1:]
+
+
+def test_a_step_that_is_not_finite_is_done_again_and_none_is_lost(
+    videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, calls = train_video_dit.drawn, [0]
+
+    def once(part: Any, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        noise, time = whole(part, seed)
+        calls[0] += 1
+        return (noise * float("nan") if calls[0] == 3 else noise), time  # in the second step's first part
+
+    monkeypatch.setattr(train_video_dit, "drawn", once)
+    trainer = train_video_dit.Trainer(options(videos, tmp_path))
+    with trainer.loader:
+        trainer.run()
+    rows = losses(tmp_path)
+    assert sorted(int(row[0]) for row in rows) == [1, 2, 3, 4, 5, 6]
+    assert all(torch.isfinite(torch.tensor([float(value) for value in row])).all() for row in rows)
+    state = load_checkpoint(tmp_path / "checkpoint.pt")["optimizer"]["state"]
+    assert {int(one["step"]) for one in state.values()} == {6}, "the step was left out, and then done"
+
+
+def test_low_precision_parameters_train_too(videos: Path, tmp_path: Path) -> None:
+    trainer = train_video_dit.Trainer(options(videos, tmp_path, dtype="bfloat16", master_weights=True, steps=2))
+    with trainer.loader:
+        trainer.run()
+    found = load_checkpoint(tmp_path / "checkpoint.pt")
+    assert found["model"]["time1.weight"].dtype == torch.bfloat16
+    assert (
+        found["precision"]["masters"]["time1.weight"].dtype == found["ema"]["averages"]["time1.weight"].dtype == torch.float32
+    )
+    with Image.open(tmp_path / "samples-000002.gif") as picture:
+        assert (picture.n_frames, picture.size) == (4, (64, 16))  # type: ignore[attr-defined]
+
+
+class Started:
+    """The sample as a user starts it, once a rank."""
+
+    def __init__(self, videos: Path, out: Path, ranks: int, device: str = "cpu") -> None:
+        arguments = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
+        arguments += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--stride", "1", "--device", device]
+        command = [sys.executable, str(ROOT / "samples" / "train_video_dit.py"), str(videos), "--out", str(out)]
+        common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        if device == "cpu":
+            common["GPUPIPE_OPS"] = "reference"
+        if ranks > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        out.mkdir(exist_ok=True)
+        self._log = out / "log.txt"
+        self.processes = []
+        for rank in range(ranks):
+            told = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            with self._log.open("a") as log:
+                self.processes.append(
+                    subprocess.Popen(
+                        [*command, *arguments, "--deterministic"],
+                        env={**common, **told},
+                        stdout=subprocess.PIPE if rank == 0 else log,
+                        stderr=log,
+                        text=True,
+                    )
+                )
+
+    def lines(self) -> Iterator[str]:
+        """What the first rank prints."""
+        out = self.processes[0].stdout
+        assert out is not None
+        yield from out
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        assert self.processes[0].stdout is not None
+        self.processes[0].stdout.close()
+
+    def end(self) -> list[str]:
+        """Waits until all is done; the lines printed."""
+        try:
+            printed = list(self.lines())
+            codes = [process.wait(100) for process in self.processes]
+        finally:
+            self.kill()
+        # Threads of gloo abort a process that ends by itself now and then, when all is done.
+        assert codes[0] == 0 or len(codes) > 1, self._log.read_text()
+        return printed
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(("ranks", "device"), [(1, "cpu"), (2, "cpu"), pytest.param(1, "cuda", marks=pytest.mark.gpu)])
+def test_a_run_that_was_killed_goes_on_to_the_bit(ranks: int, device: str, videos: Path, tmp_path: Path) -> None:
+    whole, killed = (Started(videos, tmp_path / name, ranks, device) for name in ("whole", "killed"))
+    for line in killed.lines():
+        if line.startswith("checkpoint"):
+            break
+    killed.kill()
+    whole.end()
+    assert len(losses(tmp_path / "killed")) < STEPS
+    printed = Started(videos, tmp_path / "killed", ranks, device).end()
+    begun = int(printed[0].removeprefix("goes on behind step "))
+    assert begun % SAVE_EVERY == 0, printed[0]
+    rows = losses(tmp_path / "whole")
+    assert [int(row[0]) for row in rows] == list(range(1, STEPS + 1))
+    assert losses(tmp_path / "killed") == rows, "losses and norms, all digits"
+    one, other = (load_checkpoint(tmp_path / name / "checkpoint.pt") for name in ("whole", "killed"))
+    assert one["loader"] == other["loader"]
+    for part in ("model", "ema", "optimizer"):
+        assert same(one[part], other[part]), part
+    pictures = [(tmp_path / name / f"samples-{STEPS:06d}.gif").read_bytes() for name in ("whole", "killed")]
+    assert pictures[0] == pictures[1]
+    assert one["loader"]["world_size"] == ranks
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal to the bit, tensors and all."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
