@@ -1,0 +1,154 @@
+"""Models of other packages, fused: the same results, gradients and training as unfused, the same state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fuse_families import FAMILIES, Family, Inputs, family
+from torch import nn
+
+from gpupipe.train import fuse, statistics, unfuse
+from gpupipe.train.verify import BOUNDS, relative_error
+
+STEPS = 5
+
+
+@pytest.fixture(autouse=True)
+def _counted_from_zero() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other packages, about each other
+        statistics.reset()
+        yield
+
+
+def built(of: Family, seed: int = 0) -> nn.Module:
+    """A model whose parameters are all of some size: many are zero at the start, and would hide what they multiply."""
+    torch.manual_seed(seed)
+    model = of.build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
+def inputs_of(of: Family, seed: int = 1) -> Inputs:
+    return of.inputs(torch.Generator().manual_seed(seed))
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Floating inputs in another type, but for numbers a sample such as a guidance of 6000; rotary tables stay as they are."""
+    return {
+        name: value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 1 else value
+        for name, value in inputs.items()
+    }
+
+
+def step(of: Family, model: nn.Module, inputs: Inputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The output, and the gradients of a loss made of it."""
+    model.zero_grad()
+    out = of.call(model, inputs)
+    wave = torch.linspace(0, 50, out.numel()).sin().view(out.shape)
+    (out.double() * wave).sum().backward()
+    return out.detach(), {name: one.grad.clone() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def whole(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.flatten().double() for value in gradients.values()])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_as_fused(name: str) -> None:
+    """What is found in each model; a change of another package that hides a part from us shows here."""
+    of = family(name)
+    model = built(of)
+    found: dict[str, int] = {}
+    for entry in fuse(model).replaced:
+        kind = entry.said.partition(" ")[0]
+        found[kind] = found.get(kind, 0) + 1
+    assert found == of.fused
+    of.call(model, inputs_of(of))
+    assert statistics.written == {}, statistics.line()  # everything found is served
+    assert sum(statistics.fused.values()) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
+    """Against the model as written, in float64: at most twice as far off as that in the same type, and a rounding more."""
+    of = family(name)
+    written, inputs = built(of), inputs_of(of)
+    exact, exact_gradients = step(of, copy.deepcopy(written).double(), cast(inputs, torch.float64))
+    model, inputs = written.to(dtype), cast(inputs, dtype)
+    theirs, their_gradients = step(of, model, inputs)
+    fuse(model)
+    ours, our_gradients = step(of, model, inputs)
+    assert statistics.written == {}, statistics.line()
+    assert ours.dtype == theirs.dtype
+    slack = 2 * torch.finfo(dtype).eps
+    assert relative_error(ours, exact) <= 2 * relative_error(theirs, exact) + slack
+    assert list(our_gradients) == list(their_gradients)
+    truth = whole(exact_gradients)
+    assert relative_error(whole(our_gradients), truth) <= 2 * relative_error(whole(their_gradients), truth) + slack
+    largest = max(float(value.square().mean().sqrt()) for value in exact_gradients.values())
+    for key, value in our_gradients.items():  # each by itself: small ones are mostly what rounding left of large ones
+        allowed = 2 * relative_error(their_gradients[key], exact_gradients[key], largest / 10) + BOUNDS[dtype]
+        assert relative_error(value, exact_gradients[key], largest / 10) <= allowed, key
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_training_and_state(name: str) -> None:
+    """Some steps of AdamW laid over the unfused run; states alike in keys, order and values, loading either way; back again."""
+    of = family(name)
+    written = built(of)
+    fused = copy.deepcopy(written)
+    before = {key: (type(module), id(module)) for key, module in fused.named_modules()}
+    parameters = [id(parameter) for parameter in fused.parameters()]
+    fuse(fused)
+    assert list(fused.state_dict()) == list(written.state_dict())
+    assert [id(parameter) for parameter in fused.parameters()] == parameters
+    curves = []
+    for model in (written, fused):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        target = None
+        losses = []
+        for number in range(STEPS):
+            out = of.call(model, inputs_of(of, 1 + number % 2))
+            target = torch.zeros_like(out) if target is None else target
+            loss = (out - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        curves.append(losses)
+    assert curves[0][-1] < curves[0][0]  # it learns, or the comparison says little
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3)
+    written.load_state_dict(fused.state_dict())
+    fused.load_state_dict(written.state_dict())
+    for key, value in written.state_dict().items():
+        assert torch.equal(value, fused.state_dict()[key]), key
+    expected = of.call(fused, inputs_of(of))
+    unfuse(fused)
+    assert {key: (type(module), id(module)) for key, module in fused.named_modules()} == before
+    assert relative_error(of.call(fused, inputs_of(of)), expected) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_copies_and_files(name: str) -> None:
+    """A copy, and a model read from a file, are fused and give the same."""
+    of = family(name)
+    model, inputs = built(of), inputs_of(of)
+    fuse(model)
+    expected = of.call(model, inputs)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        statistics.reset()
+        assert torch.equal(of.call(other, inputs), expected)
+        assert sum(statistics.fused.values()) > 0
+        assert not any(one is two for one, two in zip(other.parameters(), model.parameters(), strict=True))
