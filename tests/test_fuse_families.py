@@ -12,6 +12,7 @@ import torch
 from fuse_families import FAMILIES, Family, Inputs, family
 from torch import nn
 
+from gpupipe import ops
 from gpupipe.train import fuse, statistics, unfuse
 from gpupipe.train.verify import BOUNDS, relative_error
 
@@ -19,8 +20,9 @@ STEPS = 5
 
 
 @pytest.fixture(autouse=True)
-def _counted_from_zero() -> Iterator[None]:
-    with warnings.catch_warnings():
+def _quick_and_counted_from_zero() -> Iterator[None]:
+    """Ops as plain torch: their kernels, which would run in Triton's interpreter here, have tests of their own."""
+    with warnings.catch_warnings(), ops.use("reference"):
         warnings.simplefilter("ignore")  # of other packages, about each other
         statistics.reset()
         yield

@@ -1,4 +1,7 @@
-"""What a training loop uses."""
+"""What a training loop uses: fused ops in models that someone else wrote, checked and reported; and modules to write one's own.
+
+Names are resolved on first use.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpupipe.train.fuse import fuse, unfuse
+    from gpupipe.train.comparing import compare
+    from gpupipe.train.fusing import fuse, unfuse
+    from gpupipe.train.modules import GridAttention, LayerNorm, Mlp, RMSNorm
+    from gpupipe.train.residual import residual_attention, residual_mlp
     from gpupipe.train.switches import use
 
 _HOMES = {
-    "fuse": "fuse",
-    "unfuse": "fuse",
+    "compare": "comparing",
+    "fuse": "fusing",
+    "unfuse": "fusing",
+    **dict.fromkeys(("GridAttention", "LayerNorm", "Mlp", "RMSNorm"), "modules"),
+    **dict.fromkeys(("residual_attention", "residual_mlp"), "residual"),
     "use": "switches",
 }
 
-__all__ = ["fuse", "unfuse", "use"]
+__all__ = [
+    "GridAttention",
+    "LayerNorm",
+    "Mlp",
+    "RMSNorm",
+    "compare",
+    "fuse",
+    "residual_attention",
+    "residual_mlp",
+    "unfuse",
+    "use",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -37,6 +37,7 @@ class State:
         settings: what its recogniser found.
         on: False: it runs as written.
         decided: for each signature, whether the fused way runs.
+        unserved: signatures that the fused way did not serve, for arguments or a state that they do not show.
     """
 
     name: str
@@ -45,6 +46,7 @@ class State:
     settings: dict[str, Any]
     on: bool = True
     decided: dict[Hashable, bool] = field(default_factory=dict)
+    unserved: set[Hashable] = field(default_factory=set)
 
 
 class Fused(torch.nn.Module):
@@ -95,18 +97,22 @@ class Fused(torch.nn.Module):
         if not state.on or not switches.wanted(self.kind):
             statistics.written[self.kind, "switched off"] += 1
             return super().forward(*args, **kwargs)
-        if state.verify:
-            key = signature(args, kwargs)
-            go = state.decided.get(key)
-            if go is None:
-                go = decide(self, state, key, args, kwargs)
-            if not go:
-                statistics.written[self.kind, "did not pass the check"] += 1
-                return super().forward(*args, **kwargs)
+        key = signature(args, kwargs) if state.verify else None
+        unknown = state.verify and key not in state.decided
+        if unknown and key not in state.unserved:
+            decide(self, state, key, args, kwargs)
+        if state.verify and not state.decided.get(key, True):
+            statistics.written[self.kind, "did not pass the check"] += 1
+            return super().forward(*args, **kwargs)
         made = self.fused_forward(*args, **kwargs)
         if made is NotImplemented:
             statistics.written[self.kind, "arguments not served"] += 1
             return super().forward(*args, **kwargs)
+        if unknown and key in state.unserved:  # what was not served before is now: hooks have gone, say
+            state.unserved.discard(key)
+            if not decide(self, state, key, args, kwargs):
+                statistics.written[self.kind, "did not pass the check"] += 1
+                return super().forward(*args, **kwargs)
         statistics.fused[self.kind] += 1
         return made
 

@@ -49,8 +49,7 @@ def _described(value: Any) -> Hashable:
         return tuple((name, _described(one)) for name, one in value.items())
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    kind: Hashable = type(value)
-    return kind
+    return type(value).__qualname__
 
 
 def decide(module: Fused, state: State, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -58,7 +57,9 @@ def decide(module: Fused, state: State, key: Hashable, args: tuple[Any, ...], kw
     if _watched() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         return True
     found = check(module, args, kwargs, state.bound)
-    if found.open:
+    if found.unserved:
+        state.unserved.add(key)
+    if found.unserved or found.open:
         return True
     state.decided[key] = found.passed
     statistics.checked[0] += 1
@@ -90,27 +91,32 @@ class Verdict:
         passed: within bounds.
         worst: the largest error, in parts of what is allowed.
         said: what was wrong.
-        open: nothing can be said: what was written gives values that are not finite, or the fused way does not serve the call.
+        open: nothing can be said: as written it gives values that are not finite.
+        unserved: the fused way does not serve the call.
     """
 
     passed: bool
     worst: float = 0.0
     said: str = ""
     open: bool = False
+    unserved: bool = False
 
 
 def check(module: Fused, args: tuple[Any, ...], kwargs: dict[str, Any], bound: float | None = None) -> Verdict:
     """Runs a fused module both ways on copies of these arguments, and compares outputs and gradients."""
     with _quiet(module), statistics.apart(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
-        expected = _run(module, module.written_forward, args, kwargs)
+        failed: Exception | None = None
         try:
             made = _run(module, module.fused_forward, args, kwargs)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever the fused way stumbles over, the way as written has just worked
-            return Verdict(False, said=f"{type(error).__name__}: {error}")
+        except Exception as error:  # the fused way may stumble over what it likes, as long as the way as written works
+            made, failed = None, error
+        if made is None and failed is None:
+            return Verdict(True, unserved=True)
+        expected = _run(module, module.written_forward, args, kwargs)
     if made is None or expected is None:
-        return Verdict(True, open=True)
+        return Verdict(False, said=f"{type(failed).__name__}: {failed}")
     return compared(made, expected, bound, _narrowest(module, args, kwargs))
 
 
