@@ -226,13 +226,15 @@ def encoded(model: nn.Module, inputs: Inputs) -> torch.Tensor:
 
 
 FAMILIES = {
-    "wan": Family("diffusers", wan, wan_inputs, _sample, {"attention": 4, "block": 2, "mlp": 4, "norm": 7, "rotary": 1}),
+    "wan": Family(
+        "diffusers", wan, wan_inputs, _sample, {"attention": 4, "block": 2, "conv_block": 1, "mlp": 4, "norm": 7, "rotary": 1}
+    ),
     "hunyuan": Family(
         "diffusers",
         hunyuan,
         hunyuan_inputs,
         _sample,
-        {"attention": 4, "block": 3, "mlp": 8, "modulated_norm": 5, "norm": 4, "rotary": 1},
+        {"attention": 4, "block": 3, "conv_block": 1, "mlp": 8, "modulated_norm": 5, "norm": 4, "rotary": 1},
     ),
     "latte": Family("diffusers", latte, latte_inputs, _sample, {"attention": 6, "block": 4, "mlp": 6, "norm": 9}),
     "cogvideox": Family(
@@ -245,11 +247,15 @@ FAMILIES = {
     "wan vae": Family("diffusers", wan_vae, vae_inputs, encoded, {"conv_block": 18, "norm": 4}),
     "hunyuan vae": Family("diffusers", hunyuan_vae, vae_inputs, encoded, {"conv_block": 10, "group_norm": 4}),
     "videomae": Family(
-        "transformers", videomae, pixel_inputs, _logits, {"attention": 2, "block": 2, "linear_act": 4, "norm": 5}
+        "transformers",
+        videomae,
+        pixel_inputs,
+        _logits,
+        {"attention": 2, "block": 2, "conv_block": 1, "linear_act": 4, "norm": 5},
     ),
     "timesformer": Family("transformers", timesformer, pixel_inputs, _logits, {"attention": 4, "linear_act": 2, "norm": 7}),
     "mvit": Family("torchvision", mvit, video_inputs, _plain, {"mlp": 2, "norm": 11}),
-    "swin3d": Family("torchvision", swin3d, video_inputs, _plain, {"block": 4, "mlp": 4, "norm": 11}),
+    "swin3d": Family("torchvision", swin3d, video_inputs, _plain, {"block": 4, "conv_block": 1, "mlp": 4, "norm": 11}),
     "vit": Family("timm", vit, picture_inputs, _plain, {"attention": 2, "block": 2, "mlp": 2, "norm": 5}),
 }
 

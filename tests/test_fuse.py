@@ -517,6 +517,7 @@ def test_compare_shows_both_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.loss_error < 1e-4
     assert {"0", "1", "2", "0.attn"} <= set(found.modules)
     assert all(one.first < 1e-5 for one in found.modules.values())
+    assert not statistics.written, "watching them made modules run as written"
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
     found.plot(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 5000

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -154,3 +155,54 @@ def test_copies_and_files(name: str) -> None:
         assert torch.equal(of.call(other, inputs), expected)
         assert sum(statistics.fused.values()) > 0
         assert not any(one is two for one, two in zip(other.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "vae" not in name])
+def test_one_graph(name: str) -> None:
+    """A fused model compiles without a break, as it did before, and gives the same."""
+    of = family(name)
+    model, inputs = built(of), inputs_of(of)
+    fuse(model)
+    expected = of.call(model, inputs)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    out = of.call(torch.compile(model, backend=backend, fullgraph=True), inputs)
+    assert relative_error(out, expected) <= BOUNDS[torch.float32]
+    assert len(graphs) == 1
+    assert "gpupipe/ops" in graphs[0].print_readable(print_output=False), "it runs as written"
+
+
+def test_with_kernels() -> None:
+    """The same through the ops' kernels, run by Triton's interpreter where there is no GPU."""
+    of = family("vit")
+    model, inputs = built(of), inputs_of(of)
+    expected = step(of, model, inputs)
+    fuse(model)
+    with ops.use("kernel"):
+        out, gradients = step(of, model, inputs)
+    assert statistics.written == {}, statistics.line()
+    assert relative_error(out, expected[0]) <= BOUNDS[torch.float32]
+    assert relative_error(whole(gradients), whole(expected[1])) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan"])
+def test_rotary_tables_are_made_once_a_grid(name: str) -> None:
+    """Kept for each grid, with one table an axis beside them; of another grid they are others."""
+    of = family(name)
+    model, inputs = built(of), inputs_of(of)
+    fuse(model)
+    rope: Any = model.rope
+    video = inputs["hidden_states"]
+    first = rope(video)
+    assert rope(video) is first
+    assert first.rope.axes == 3
+    assert sum(first.rope.lengths) == sum(first.grid) < first[0].numel() / 8
+    other = rope(torch.zeros(2, 4, 3, 8, 4))
+    assert other is not first
+    assert other.grid == (3, 4, 2)
+    assert copy.copy(other)[0].equal(unfuse(model).rope(torch.zeros(2, 4, 3, 8, 4))[0])

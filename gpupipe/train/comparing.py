@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from gpupipe.errors import ConfigError
 from gpupipe.train.fused import is_fused
 from gpupipe.train.fusing import unfuse
+from gpupipe.train.parts.probe import OBSERVES
 from gpupipe.train.verify import relative_error
 
 Loss = Callable[[nn.Module, Any], torch.Tensor]
@@ -44,7 +45,7 @@ class Comparison:
     Attributes:
         fused: the loss of each step.
         written: the same as written.
-        modules: errors by module, in the order in which they were called.
+        modules: errors by module, in the order in which they were called; those that a fused block does the work of are not.
     """
 
     fused: list[float] = field(default_factory=list)
@@ -147,6 +148,7 @@ def _keeper(outputs: dict[str, list[list[torch.Tensor]]], name: str) -> Callable
         leaves = [leaf.detach() for leaf in tree_flatten(output)[0] if isinstance(leaf, torch.Tensor)]
         outputs.setdefault(name, []).append([leaf for leaf in leaves if leaf.is_floating_point()])
 
+    setattr(keep, OBSERVES, True)
     return keep
 
 

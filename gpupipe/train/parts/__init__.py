@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpupipe.train.fused import Fused
-from gpupipe.train.parts.convolutions import FusedCausalConvolution, FusedChannelNorm, FusedResidualConvolutions
+from gpupipe.train.parts.convolutions import FusedCausalConvolution, FusedChannelNorm, FusedPatches, FusedResidualConvolutions
 from gpupipe.train.parts.diffusion import (
     FusedCrossBlock,
     FusedJointBlock,
@@ -36,6 +36,7 @@ ALL: tuple[type[Fused], ...] = (
     FusedGroupNorm,
     FusedChannelNorm,
     FusedCausalConvolution,
+    FusedPatches,
     FusedMLP,
     FusedLinearAct,
 )

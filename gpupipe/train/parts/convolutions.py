@@ -155,6 +155,28 @@ def _norm(module: Any) -> str | None:
     return "channel" if FusedChannelNorm.recognise(module) is not None else None
 
 
+class FusedPatches(Fused):
+    """A convolution of video whose kernel is its stride: a reshape and one matrix product."""
+
+    kind = "conv_block"
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    stride: tuple[int, int, int]
+
+    @classmethod
+    def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
+        if type(module).forward is not nn.Conv3d.forward or not isinstance(module, nn.Conv3d):
+            return None
+        apart = module.kernel_size == module.stride and module.groups == 1 and set(module.dilation) == {1}
+        pixels = set(module.kernel_size) == {1}  # it is one product already, and cuDNN knows that
+        return {"does": "patches"} if apart and not pixels and set(module.padding) == {0} else None
+
+    def fused_forward(self, input: torch.Tensor) -> Any:
+        if input.dim() != 5:
+            return NotImplemented
+        return ops.conv3d_act(input, self.weight, self.bias, stride=self.stride)
+
+
 class FusedCausalConvolution(Fused):
     """A convolution that pads time in front only, by zeros, and takes the frames before."""
 

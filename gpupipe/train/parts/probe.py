@@ -21,6 +21,8 @@ from gpupipe.ops import activations
 EXACT = 1e-5
 """The relative error at which two functions are one, in float32."""
 ACTIVATIONS = (*activations.PLAIN, *activations.GATED)
+OBSERVES = "_gpupipe_observes"
+"""The attribute of a hook to which it is no matter that a module is not called."""
 _SPAN = 5.0
 """Activations are tried from minus to plus this: within it, both forms of GELU differ by 4e-4."""
 
@@ -184,7 +186,7 @@ def _as_it_is(module: nn.Module) -> Iterator[None]:
 
 def plain(layer: Any) -> bool:
     """True for a ``Linear`` as torch has it, which nobody watches: what it does can be done without calling it."""
-    return type(layer) is nn.Linear and not layer._forward_hooks and not layer._forward_pre_hooks
+    return type(layer) is nn.Linear and silent(layer)
 
 
 def at(module: nn.Module, path: tuple[str, ...]) -> Any:
@@ -197,4 +199,9 @@ def at(module: nn.Module, path: tuple[str, ...]) -> Any:
 
 def silent(*modules: Any) -> bool:
     """True when nobody watches these modules: what they do can be done without calling them."""
-    return not any(one._forward_hooks or one._forward_pre_hooks for one in modules if one is not None)
+    for one in modules:
+        if one is None or not (one._forward_hooks or one._forward_pre_hooks):
+            continue
+        if one._forward_pre_hooks or not all(hasattr(hook, OBSERVES) for hook in one._forward_hooks.values()):
+            return False
+    return True

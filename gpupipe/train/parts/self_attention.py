@@ -44,10 +44,12 @@ class FusedSelfAttention(Fused):
 
     @classmethod
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
-        heads = next((getattr(module, name) for name in _HEADS if isinstance(getattr(module, name, None), int)), None)
         children: dict[str, Any] = dict(module.named_children())
         linears = {name: one for name, one in children.items() if isinstance(one, nn.Linear)}
-        if heads is None or any(True for _ in module.parameters(recurse=False)):
+        if not linears or any(True for _ in module.parameters(recurse=False)):
+            return None
+        heads = next((getattr(module, name) for name in _HEADS if isinstance(getattr(module, name, None), int)), None)
+        if heads is None:
             return None
         stubs: dict[str, Stub]
         if "qkv" in linears:
