@@ -80,6 +80,29 @@ def glu_other_way(z: torch.Tensor) -> torch.Tensor:
     return value * functional.silu(gate)
 
 
+class LayerScale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.randn(SIZE))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gamma
+
+
+class DropPath(nn.Module):
+    """Stochastic depth: some samples go without the branch."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.drop_prob = p
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training or self.drop_prob == 0:
+            return x
+        keep = 1 - self.drop_prob
+        return x * torch.bernoulli(x.new_full((x.shape[0], *[1] * (x.dim() - 1)), keep)) / keep
+
+
 class Block(nn.Module):
     """A pre-norm block with self-attention, in the usual names."""
 
@@ -87,12 +110,16 @@ class Block(nn.Module):
         super().__init__()
         self.norm1 = nn.LayerNorm(SIZE)
         self.attn = Attention()
+        self.ls1 = LayerScale() if p else nn.Identity()
+        self.drop_path1 = DropPath(p)
         self.norm2 = nn.LayerNorm(SIZE)
         self.mlp = MyMlp(functional.gelu, p=p)
+        self.ls2 = LayerScale() if p else nn.Identity()
+        self.drop_path2 = DropPath(p)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.drop_path1(self.ls1(self.attn(self.norm1(x))))
+        return x + self.drop_path2(self.ls2(self.mlp(self.norm2(x))))
 
 
 class Attention(nn.Module):
@@ -213,6 +240,25 @@ def test_dropout_of_an_mlp() -> None:
     mlp.eval()
     assert torch.equal(mlp(x), mlp(x))
     assert statistics.fused["mlp"] == 4
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.4])
+def test_training_with_dropout_and_stochastic_depth(depth: float) -> None:
+    """Layer scale, dropout and stochastic depth in their places: under one seed the same draws, and the same gradients."""
+    net, x = model(p=0.3).train(), torch.randn(8, 5, SIZE)
+    for block in net[:2]:
+        block.drop_path1.drop_prob = block.drop_path2.drop_prob = depth
+    written = copy.deepcopy(net)
+    fuse(net)
+    step(net, x)  # the first use, whose checks are not to draw
+    for seed in range(3):
+        sides = []
+        for side in (written, net):
+            torch.manual_seed(seed)
+            sides.append(step(side, x))
+        assert alike(*sides)
+    assert statistics.fused["block"] == 8
+    assert not statistics.written
 
 
 def test_first_use_leaves_nothing_behind() -> None:
@@ -458,8 +504,25 @@ def test_autocast() -> None:
     assert not statistics.written
 
 
-def test_fully_sharded(tmp_path: Path) -> None:
-    """FSDP2 makes a subclass of the fused class: both ways work, and the class comes back without the fused half."""
+def test_data_parallel(tmp_path: Path) -> None:
+    from torch import distributed
+
+    net, x = model(), torch.randn(2, 5, SIZE)
+    expected = step(copy.deepcopy(net), x)
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        fuse(net)
+        parallel = nn.parallel.DistributedDataParallel(net)
+        for _ in range(2):
+            assert alike(step(parallel, x), expected)
+        assert statistics.fused["block"] == 4
+    finally:
+        distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_fully_sharded(after: bool, tmp_path: Path) -> None:
+    """FSDP2 before or after: both subclasses get along, and the class comes back without the fused half alone."""
     from torch import distributed
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -467,11 +530,14 @@ def test_fully_sharded(tmp_path: Path) -> None:
     expected = step(copy.deepcopy(net), x)
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
-        fuse(net)
+        if not after:
+            fuse(net)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
         for block in net[:2]:
             fully_shard(block, mesh=mesh)
         fully_shard(net, mesh=mesh)
+        if after:
+            fuse(net)
         for _ in range(2):
             made = step(net, x)
             made = [one.full_tensor() if hasattr(one, "full_tensor") else one for one in made]

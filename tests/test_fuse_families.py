@@ -14,10 +14,10 @@ from fuse_families import FAMILIES, Family, Inputs, family
 from torch import nn
 
 from gpupipe import ops
-from gpupipe.train import fuse, statistics, unfuse
+from gpupipe.train import fuse, statistics, unfuse, use
 from gpupipe.train.verify import BOUNDS, relative_error
 
-STEPS = 5
+STEPS = 50
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,7 @@ def test_training_and_state(name: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         target = None
         losses = []
-        for number in range(STEPS):
+        for number in range(STEPS if "vae" not in name else STEPS // 5):
             out = of.call(model, inputs_of(of, 1 + number % 2))
             target = torch.zeros_like(out) if target is None else target
             loss = (out - target).square().mean()
@@ -206,3 +206,90 @@ def test_rotary_tables_are_made_once_a_grid(name: str) -> None:
     assert other is not first
     assert other.grid == (3, 4, 2)
     assert copy.copy(other)[0].equal(unfuse(model).rope(torch.zeros(2, 4, 3, 8, 4))[0])
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan", "cogvideox", "videomae"])
+def test_a_model_s_own_checkpointing(name: str) -> None:
+    """Blocks made again in the backward, as the packages themselves do it: the same gradients, and fused both times."""
+    of = family(name)
+    model, inputs = built(of).train(), inputs_of(of)
+    _, expected = step(of, model, inputs)
+    fuse(model)
+    enable = getattr(model, "enable_gradient_checkpointing", None) or model.gradient_checkpointing_enable
+    enable()
+    for _ in range(2):
+        statistics.reset()
+        _, gradients = step(of, model, inputs)
+        assert relative_error(whole(gradients), whole(expected)) <= BOUNDS[torch.float32]
+        assert statistics.written == {}, statistics.line()
+    assert statistics.fused["block"] >= of.fused["block"]  # what is made again may stop before its end, uncounted
+
+
+def test_modulations_by_token() -> None:
+    """A time for each token, as Wan 2.2 has it for pictures that go on as videos."""
+    of = family("wan")
+    model, inputs = built(of), inputs_of(of)
+    inputs["timestep"] = torch.randint(0, 1000, (2, 12), generator=torch.Generator().manual_seed(2))
+    expected = step(of, model, inputs)
+    fuse(model)
+    out, gradients = step(of, model, inputs)
+    assert relative_error(out, expected[0]) <= BOUNDS[torch.float32]
+    assert relative_error(whole(gradients), whole(expected[1])) <= BOUNDS[torch.float32]
+    assert statistics.written == {}
+
+
+class Adapted(nn.Module):
+    """A layer with a low-rank addition, in the place of another, as fine-tuning has it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["fused before", "fused after"])
+@pytest.mark.parametrize("name", ["wan", "hunyuan"])
+def test_adapters_on_projections(name: str, first: bool) -> None:
+    """Projections with additions are called, not read; the rest of attention runs fused."""
+    of = family(name)
+    model, inputs = built(of), inputs_of(of)
+    if not first:
+        fuse(model)
+    for module in list(model.modules()):
+        for layer in ("to_q", "to_v"):
+            if isinstance(getattr(module, layer, None), nn.Linear):
+                setattr(module, layer, Adapted(getattr(module, layer)))
+    if first:
+        fuse(model)
+    with use("original"):
+        expected = step(of, model, inputs)
+    statistics.reset()
+    out, gradients = step(of, model, inputs)
+    assert relative_error(out, expected[0]) <= BOUNDS[torch.float32]
+    assert relative_error(whole(gradients), whole(expected[1])) <= BOUNDS[torch.float32]
+    assert statistics.written == {}, statistics.line()
+    assert statistics.fused["attention"] == of.fused["attention"]
+
+
+def test_another_processor() -> None:
+    """One that somebody puts in the place of the one that was recognised is used."""
+    of = family("hunyuan")
+    model, inputs = built(of), inputs_of(of)
+    fuse(model)
+    attention: Any = model.transformer_blocks[0].attn
+    calls: list[int] = []
+
+    class Mine(type(attention.processor)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(1)
+            return super().__call__(*args, **kwargs)
+
+    attention.set_processor(Mine())
+    of.call(model, inputs)
+    assert calls
+    assert statistics.written["attention", "arguments not served"] == 1

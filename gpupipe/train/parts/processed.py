@@ -14,7 +14,7 @@ from gpupipe.ops.rotary.reference import norm_rope
 from gpupipe.train.fused import Fused, Left
 from gpupipe.train.layout import joining_said
 from gpupipe.train.parts.attention import attended, fits, headed, norm_over, normed_and_turned, one_norm, project
-from gpupipe.train.parts.probe import Stub, attempt, passed, same, takes
+from gpupipe.train.parts.probe import Stub, attempt, passed, plain, same, takes
 from gpupipe.train.parts.rotary import rope_of
 from gpupipe.train.report import Entry
 
@@ -24,6 +24,12 @@ _NORMS = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
 _STRANGE = ("group_norm", "spatial_norm", "norm_cross")
 _VIDEO, _TEXT = 5, 3
 """Tokens of a trial."""
+
+
+def _linear(module: Any) -> bool:
+    """True for a linear layer, also one with an addition for fine-tuning round it."""
+    sizes = (getattr(module, name, None) for name in ("in_features", "out_features"))
+    return isinstance(module, nn.Module) and all(isinstance(size, int) for size in sizes)
 
 
 class FusedProcessed(Fused):
@@ -36,7 +42,7 @@ class FusedProcessed(Fused):
     @classmethod
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
         layers: Any = module
-        if not all(isinstance(getattr(module, name, None), nn.Linear) for name in ("to_q", "to_k", "to_v")):
+        if not all(_linear(getattr(module, name, None)) for name in ("to_q", "to_k", "to_v")):
             return None
         if not isinstance(getattr(module, "heads", None), int) or not callable(getattr(module, "processor", None)):
             return None
@@ -46,7 +52,7 @@ class FusedProcessed(Fused):
         width = layers.to_q.out_features
         if any(layer.in_features != width or layer.out_features != width for layer in (layers.to_q, layers.to_k, layers.to_v)):
             raise Left("its queries, keys and values have not one width with what comes in")
-        joint = isinstance(getattr(module, "add_q_proj", None), nn.Linear)
+        joint = _linear(getattr(module, "add_q_proj", None))
         if not joint and getattr(module, "add_k_proj", None) is not None:
             raise Left("it also attends to a picture")
         dim = width // layers.heads
@@ -131,8 +137,10 @@ class FusedProcessed(Fused):
 
     @classmethod
     def layouts(cls, module: nn.Module, name: str) -> list[Entry]:
-        layer: Any = module.to_q
-        return [Entry(name, "q, k, v", joining_said(layer.out_features, layer.weight.element_size()))]
+        layers: list[Any] = [module.to_q, module.to_k, module.to_v]
+        if not all(plain(layer) for layer in layers):
+            return [Entry(name, "q, k, v", "split: not all of their layers are plain ones")]
+        return [Entry(name, "q, k, v", joining_said(layers[0].out_features, layers[0].weight.element_size()))]
 
     def fused_forward(
         self,
