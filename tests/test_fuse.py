@@ -340,6 +340,19 @@ def test_each_signature_is_checked_by_itself() -> None:
     assert statistics.checked[0] == 4
 
 
+def test_many_sizes_are_not_checked_for_ever() -> None:
+    """Batches of ever new shapes: eight are checked, of each type and number of dimensions."""
+    norm = nn.LayerNorm(SIZE)
+    fuse(norm)
+    for rows in range(1, 20):
+        norm(torch.randn(rows, SIZE))
+    assert statistics.checked[0] == 8
+    norm(torch.randn(2, 3, SIZE))
+    norm(torch.randn(5, SIZE, requires_grad=True))
+    assert statistics.checked[0] == 10
+    assert statistics.fused["norm"] == 21
+
+
 def test_values_that_are_not_finite_decide_nothing() -> None:
     """A NaN in the data must not turn a module off, nor let it pass unchecked for good."""
     norm = nn.LayerNorm(SIZE)
@@ -447,6 +460,11 @@ def test_layers_replaced_or_watched_since_are_called() -> None:
         net(x)
         assert seen == [(2, 5, SIZE)]
         handle.remove()
+    offloaded = net[1].mlp.up
+    offloaded.forward = lambda x, way=offloaded.forward: way(x) + 1  # as offloading brings weights: on the instance
+    assert not torch.allclose(net(x), before)
+    del offloaded.forward
+    assert torch.allclose(net(x), before, atol=1e-6)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -37,6 +37,7 @@ class State:
         settings: what its recogniser found.
         on: False: it runs as written.
         decided: for each signature, whether the fused way runs.
+        passed: how many signatures passed the check, by all but their sizes.
         unserved: signatures that the fused way did not serve, for arguments or a state that they do not show.
     """
 
@@ -46,6 +47,7 @@ class State:
     settings: dict[str, Any]
     on: bool = True
     decided: dict[Hashable, bool] = field(default_factory=dict)
+    passed: dict[Hashable, int] = field(default_factory=dict)
     unserved: set[Hashable] = field(default_factory=set)
 
 

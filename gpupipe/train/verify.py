@@ -23,38 +23,48 @@ BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 5e-3, torch.b
 """Relative errors of outputs, root mean square: some roundings of the type, and sums in another order."""
 TF32 = 2e-3
 """In place of that of float32 where products round their factors to TF32."""
+ENOUGH = 8
+"""Checks that differ in sizes alone, after which further sizes are taken to pass: batches of many shapes train on."""
+_MOST = 4096
+"""Signatures that a module remembers."""
 _GRADIENTS = 4.0
 """Gradients may be this much further off: they are sums over all rows, in which much cancels."""
 _SMALL = 0.25
 """A gradient is measured against at least this much of the largest: some are zero but for rounding, as a key's bias."""
 
 
-def signature(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
-    """What two calls have in common for which one check is enough."""
+def signature(args: tuple[Any, ...], kwargs: dict[str, Any], *, sizes: bool = True) -> Hashable:
+    """What two calls have in common for which one check is enough; without ``sizes``, what they have for which eight are."""
     return (
         torch.is_grad_enabled(),
         torch.is_autocast_enabled("cuda"),
         torch.is_autocast_enabled("cpu"),
-        tuple(map(_described, args)),
-        tuple((name, _described(value)) for name, value in kwargs.items()) if kwargs else None,
+        tuple([_described(value, sizes) for value in args]),
+        tuple([(name, _described(value, sizes)) for name, value in kwargs.items()]) if kwargs else None,
     )
 
 
-def _described(value: Any) -> Hashable:
+def _described(value: Any, sizes: bool) -> Hashable:
     if isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
-    if isinstance(value, dict):
-        return tuple((name, _described(one)) for name, one in value.items())
-    if value is None or isinstance(value, bool | int | float | str):
+        return value.shape if sizes else value.dim(), value.dtype, value.device, value.requires_grad
+    if value is None or isinstance(value, bool | str):
         return value
-    return type(value).__qualname__
+    if isinstance(value, list | tuple):
+        return tuple([_described(one, sizes) for one in value])
+    if isinstance(value, dict):
+        return tuple([(name, _described(one, sizes)) for name, one in value.items()])
+    return value if sizes and isinstance(value, int | float) else type(value).__qualname__
 
 
 def decide(module: Fused, state: State, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether this signature runs fused: the check's verdict, kept for the next call. True unchecked where none can be made."""
     if _watched() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return True
+    if len(state.decided) >= _MOST:  # clips of any size: keep what did not pass, which is not to be forgotten
+        state.decided = {key: passed for key, passed in state.decided.items() if not passed}
+    alike = signature(args, kwargs, sizes=False)
+    if state.passed.get(alike, 0) >= ENOUGH:
+        state.decided[key] = True
         return True
     found = check(module, args, kwargs, state.bound)
     if found.unserved:
@@ -64,6 +74,7 @@ def decide(module: Fused, state: State, key: Hashable, args: tuple[Any, ...], kw
     state.decided[key] = found.passed
     statistics.checked[0] += 1
     if found.passed:
+        state.passed[alike] = state.passed.get(alike, 0) + 1
         statistics.checked[1] = max(statistics.checked[1], found.worst)
     else:
         log.warning(
