@@ -251,7 +251,7 @@ FAMILIES = {
         videomae,
         pixel_inputs,
         _logits,
-        {"attention": 2, "block": 2, "conv_block": 1, "linear_act": 4, "norm": 5},
+        {"attention": 2, "block": 2, "conv_block": 1, "linear_act": 4, "norm": 5, "positions": 1},
     ),
     "timesformer": Family("transformers", timesformer, pixel_inputs, _logits, {"attention": 4, "linear_act": 2, "norm": 7}),
     "mvit": Family("torchvision", mvit, video_inputs, _plain, {"mlp": 2, "norm": 11}),

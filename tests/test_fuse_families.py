@@ -293,3 +293,20 @@ def test_another_processor() -> None:
     of.call(model, inputs)
     assert calls
     assert statistics.written["attention", "arguments not served"] == 1
+
+
+def test_added_positions_with_a_mask() -> None:
+    """Only the patches that a masked autoencoder sees, each with its own place; and the table is sent once."""
+    of = family("videomae")
+    model, inputs = built(of), inputs_of(of)
+    embeddings: Any = model.videomae.embeddings
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    mask[0, 2:5] = mask[1, 5:] = True
+    expected = embeddings(inputs["pixel_values"], mask)
+    fuse(model)
+    out = embeddings(inputs["pixel_values"], mask)
+    assert relative_error(out, expected) <= BOUNDS[torch.float32]
+    assert statistics.fused["positions"] == 1
+    with torch.no_grad():
+        embeddings.position_embeddings.add_(1)  # another table is another one
+    assert relative_error(embeddings(inputs["pixel_values"], mask), expected + 1) <= BOUNDS[torch.float32]

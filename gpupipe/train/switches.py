@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 Way = Literal["fused", "original"]
-KINDS = ("norm", "group_norm", "modulated_norm", "mlp", "linear_act", "attention", "rotary", "block", "conv_block")
+KINDS = ("norm", "group_norm", "modulated_norm", "mlp", "linear_act", "attention", "rotary", "positions", "block", "conv_block")
 """Of fused modules: what :func:`use` and :func:`gpupipe.train.fuse` take."""
 STATE = "_gpupipe_fused"
 """The attribute of a fused module that holds what belongs to its fused form."""

@@ -14,9 +14,9 @@ from gpupipe.train.parts.diffusion import (
 from gpupipe.train.parts.mlps import FusedLinearAct, FusedMLP
 from gpupipe.train.parts.modulated import FusedModulatedNorm
 from gpupipe.train.parts.norms import FusedGroupNorm, FusedNorm
+from gpupipe.train.parts.positions import FusedPositions, FusedRotary
 from gpupipe.train.parts.prenorm import FusedPreNorm, FusedTwoHalves
 from gpupipe.train.parts.processed import FusedProcessed
-from gpupipe.train.parts.rotary import FusedRotary
 from gpupipe.train.parts.self_attention import FusedSelfAttention
 
 ALL: tuple[type[Fused], ...] = (
@@ -32,6 +32,7 @@ ALL: tuple[type[Fused], ...] = (
     FusedSelfAttention,
     FusedModulatedNorm,
     FusedRotary,
+    FusedPositions,
     FusedNorm,
     FusedGroupNorm,
     FusedChannelNorm,

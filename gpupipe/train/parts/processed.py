@@ -14,8 +14,8 @@ from gpupipe.ops.rotary.reference import norm_rope
 from gpupipe.train.fused import Fused, Left
 from gpupipe.train.layout import joining_said
 from gpupipe.train.parts.attention import attended, fits, headed, norm_over, normed_and_turned, one_norm, project
+from gpupipe.train.parts.positions import rope_of
 from gpupipe.train.parts.probe import Stub, attempt, passed, plain, same, takes
-from gpupipe.train.parts.rotary import rope_of
 from gpupipe.train.report import Entry
 
 _ROTARY = ("image_rotary_emb", "rotary_emb")

@@ -1,4 +1,4 @@
-"""Rotary tables: worked out once for each grid, outside autograd, and handed on with their factors, one an axis."""
+"""Tables of positions: rotary ones made once a grid, outside autograd, with their factors; added ones kept on the device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from torch.utils._pytree import register_pytree_node
 
 from gpupipe.ops.rope import Rope
 from gpupipe.train.fused import Fused
-from gpupipe.train.parts.probe import attempt
+from gpupipe.train.parts.probe import attempt, passed, same, takes
 
 _MOST = 16
 """Grids whose tables are kept, for each module."""
-_kept: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Tables]] = weakref.WeakKeyDictionary()
+_rotary: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Tables]] = weakref.WeakKeyDictionary()
+
+_added: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 class Tables(tuple[torch.Tensor, ...]):
@@ -117,7 +119,7 @@ class FusedRotary(Fused):
             return NotImplemented
         buffers = tuple((id(one), one.dtype, one._version) for one in self.buffers())
         key = (hidden_states.shape[2:], hidden_states.device, hidden_states.dtype, buffers, torch.is_inference_mode_enabled())
-        kept = _kept.setdefault(self, {})
+        kept = _rotary.setdefault(self, {})
         if key not in kept:
             with torch.no_grad():
                 cos, sin = self.written_forward(hidden_states)
@@ -129,3 +131,40 @@ class FusedRotary(Fused):
                 kept.pop(next(iter(kept)))
             kept[key] = Tables((cos, sin), rope, grid)
         return kept[key]
+
+
+class FusedPositions(Fused):
+    """Patches and a fixed table of sines, as VideoMAE has them: the table kept on the device, not sent in each step."""
+
+    kind = "positions"
+    whole = False
+    patch_embeddings: Any
+    position_embeddings: torch.Tensor
+
+    @classmethod
+    def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
+        table = module.__dict__.get("position_embeddings")
+        if not isinstance(table, torch.Tensor) or table.requires_grad or table.dim() != 3 or table.is_meta:
+            return None
+        if not isinstance(getattr(module, "patch_embeddings", None), nn.Module):
+            return None
+        if not takes(type(module).forward, "pixel_values", "bool_masked_pos") or any(
+            True for _ in module.parameters(recurse=False)
+        ):
+            return None
+        x = torch.linspace(-1, 1, table.numel()).view(table.shape).mul(5).sin()
+        trial = attempt(module, x, None, without={"patch_embeddings": passed})
+        return {} if trial is not None and same(trial.result, x + table.float().cpu()) else None
+
+    def fused_forward(self, pixel_values: torch.Tensor, bool_masked_pos: torch.Tensor | None = None) -> Any:
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            return NotImplemented
+        made: torch.Tensor = self.patch_embeddings(pixel_values)
+        kept = _added.setdefault(self, {})
+        table = self.position_embeddings
+        key = (made.device, made.dtype, id(table), table._version, torch.is_inference_mode_enabled())
+        if key not in kept:
+            kept.clear()
+            kept[key] = table.to(made.device, made.dtype, copy=True)
+        made = made + kept[key]
+        return made if bool_masked_pos is None else made[~bool_masked_pos].view(made.shape[0], -1, made.shape[2])
