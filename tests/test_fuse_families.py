@@ -14,7 +14,7 @@ from fuse_families import FAMILIES, Family, Inputs, family
 from torch import nn
 
 from gpupipe import ops
-from gpupipe.train import fuse, statistics, unfuse, use
+from gpupipe.train import fuse, layout, statistics, unfuse, use
 from gpupipe.train.verify import BOUNDS, relative_error
 
 STEPS = 50
@@ -310,3 +310,24 @@ def test_added_positions_with_a_mask() -> None:
     with torch.no_grad():
         embeddings.position_embeddings.add_(1)  # another table is another one
     assert relative_error(embeddings(inputs["pixel_values"], mask), expected + 1) <= BOUNDS[torch.float32]
+
+
+@pytest.mark.parametrize("name", ["wan vae", "hunyuan vae"])
+def test_channels_last(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions given channels-last video, as on a GPU, give the same; those whose padding would undo that are not."""
+    of = family(name)
+    model, inputs = built(of), inputs_of(of)
+    expected = step(of, model, inputs)
+    fuse(model)
+    converted: list[torch.Tensor] = []
+
+    def convert(x: torch.Tensor) -> torch.Tensor:
+        converted.append(x)
+        return x.contiguous(memory_format=torch.channels_last_3d)
+
+    monkeypatch.setattr(layout, "for_convolution", convert)
+    out, gradients = step(of, model, inputs)
+    assert relative_error(out, expected[0]) <= BOUNDS[torch.float32]
+    assert relative_error(whole(gradients), whole(expected[1])) <= 10 * BOUNDS[torch.float32]
+    assert statistics.written == {}, statistics.line()
+    assert bool(converted) is (name == "wan vae")

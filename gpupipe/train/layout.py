@@ -42,3 +42,5 @@ def for_convolution(x: torch.Tensor) -> torch.Tensor:
 
 CONVOLUTION = "channels-last from the first convolution on, for half precision on a GPU; elsewhere as it comes"
 """The choice for convolutions, in words."""
+REPLICATED = "as it comes: a GPU's replicated border is written contiguous, so that a conversion would not last"
+"""The choice for those that replicate what is at the border."""

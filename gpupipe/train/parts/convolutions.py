@@ -115,13 +115,15 @@ class FusedResidualConvolutions(Fused):
 
     @classmethod
     def layouts(cls, module: nn.Module, name: str) -> list[Entry]:
-        return [Entry(name, "video", layout.CONVOLUTION)]
+        zeros = convolution(getattr(module, "conv1", None)) == "zeros"
+        return [Entry(name, "video", layout.CONVOLUTION if zeros else layout.REPLICATED)]
 
     def fused_forward(self, x: torch.Tensor, feat_cache: list[Any] | None = None, feat_idx: list[int] | None = None) -> Any:
         parts = (self.norm1, self.norm2, self.conv1, self.conv2, self.nonlinearity)
         if not silent(*parts, getattr(self.conv1, "conv", None), getattr(self.conv2, "conv", None)):
             return NotImplemented
-        x = layout.for_convolution(x)
+        if self.settings["padding"] == "zeros":
+            x = layout.for_convolution(x)
         shortcut = x if self.conv_shortcut is None else self.conv_shortcut(x)
         y = self._normed(self.norm1, x)
         y = convolve(self.conv1, y, self._past(y, feat_cache, feat_idx))
