@@ -510,6 +510,15 @@ def test_in_a_compiled_graph() -> None:
         assert "ops/norms/reference.py" not in graphs[0]
 
 
+def test_compiled_training() -> None:
+    """Through the compiler's own autograd: the same gradients."""
+    net, x = model(), torch.randn(2, 5, SIZE)
+    expected = step(copy.deepcopy(net), x)
+    fuse(net)
+    torch._dynamo.reset()
+    assert alike(step(torch.compile(net, backend="aot_eager", fullgraph=True), x), expected)
+
+
 def test_autocast() -> None:
     """Under autocast the fused way gives the types and values that autocast gives."""
     net, x = model(), torch.randn(2, 5, SIZE)
