@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
-from gpupipe.train.recompute import Choice, Cost, _kept, _planned, recompute
+from gpupipe.train.recomputing import Choice, Cost, _kept, _planned, recompute
 
 MB = 1e-3
 """GB"""
@@ -119,7 +119,7 @@ def test_three_budgets(model: Model) -> None:
 
 def test_the_plan_is_the_cheapest_that_fits(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
     """With given costs: to make products again is dear, what lies between them cheap."""
-    from gpupipe.train import recompute as room
+    from gpupipe.train import recomputing as room
 
     costs = {"none": Cost(100, 1.0), "elementwise": Cost(60, 1.1), "block": Cost(10, 2.0)}
     names = [f"blocks.{k}" for k in range(6)]

@@ -50,6 +50,16 @@ def test_train_loop(data: Path) -> None:
     assert all("validation accuracy" in line for line in lines)
 
 
+def test_fuse_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("diffusers")
+    monkeypatch.setenv("GPUPIPE_OPS", "reference")  # Triton's interpreter would take minutes
+    out = run("fuse_a_model.py", "--steps", "10", "--device", "cpu", cwd=tmp_path)
+    assert "blocks.*.attn1 x2" in out
+    assert "largest difference of losses" in out
+    assert "step 10: loss" in out
+    assert "as written 0" in out
+
+
 def test_the_sample_configuration_is_one(clips: dict[str, Path]) -> None:
     with VideoLoader([clips["h264"]] * 8, config=ROOT / "samples" / "loader.yaml", device="cpu", batch=2) as loader:
         assert loader.config.clip.fps == 10

@@ -1,4 +1,7 @@
-"""What a training loop puts round its model: precision, a watch for what is not finite, averages, checkpoints."""
+"""What a training loop uses: fused ops in models of others; precision, graphs, memory; preparation beside training.
+
+Names are resolved on first use.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,57 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpupipe.train.checkpoint import load_checkpoint, save_checkpoint
+    from gpupipe.train.comparing import compare
     from gpupipe.train.ema import Ema
+    from gpupipe.train.executor import PipelineExecutor
+    from gpupipe.train.fusing import fuse, unfuse
+    from gpupipe.train.graphs import AdaptiveGraph, GraphReport
+    from gpupipe.train.metrics import Metrics
+    from gpupipe.train.modules import GridAttention, LayerNorm, Mlp, RMSNorm
     from gpupipe.train.precision import Precision
+    from gpupipe.train.recomputing import recompute
+    from gpupipe.train.residual import residual_attention, residual_mlp
+    from gpupipe.train.switches import use
     from gpupipe.train.watch import Watch
 
 _HOMES = {
+    **dict.fromkeys(("AdaptiveGraph", "GraphReport"), "graphs"),
     "Ema": "ema",
+    **dict.fromkeys(("GridAttention", "LayerNorm", "Mlp", "RMSNorm"), "modules"),
+    "Metrics": "metrics",
+    "PipelineExecutor": "executor",
     "Precision": "precision",
     "Watch": "watch",
-    "load_checkpoint": "checkpoint",
-    "save_checkpoint": "checkpoint",
+    "compare": "comparing",
+    **dict.fromkeys(("fuse", "unfuse"), "fusing"),
+    **dict.fromkeys(("load_checkpoint", "save_checkpoint"), "checkpoint"),
+    "recompute": "recomputing",
+    **dict.fromkeys(("residual_attention", "residual_mlp"), "residual"),
+    "use": "switches",
 }
 
-__all__ = ["Ema", "Precision", "Watch", "load_checkpoint", "save_checkpoint"]
+__all__ = [
+    "AdaptiveGraph",
+    "Ema",
+    "GraphReport",
+    "GridAttention",
+    "LayerNorm",
+    "Metrics",
+    "Mlp",
+    "PipelineExecutor",
+    "Precision",
+    "RMSNorm",
+    "Watch",
+    "compare",
+    "fuse",
+    "load_checkpoint",
+    "recompute",
+    "residual_attention",
+    "residual_mlp",
+    "save_checkpoint",
+    "unfuse",
+    "use",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -50,6 +50,8 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[str, ...], dict[str, Any]]] = {
     "rms_norm": (ops.rms_norm, ("x", "weight"), {"kind": "rms"}),
     "add_norm": (ops.add_norm, ("x", "branch", "weight", "bias"), {}),
     "add_rms_norm": (ops.add_norm, ("x", "branch", "weight"), {"kind": "rms"}),
+    "add_modulate_norm": (ops.add_norm, ("x", "branch", "scale", "shift"), {}),
+    "gate_add_norm": (ops.add_norm, ("x", "branch", "gate", "weight", "bias"), {}),
     "modulate_norm": (ops.modulate_norm, ("x", "scale", "shift"), {}),
     "modulate_affine_norm": (ops.modulate_norm, ("x", "scale", "shift", "weight", "bias"), {}),
     "scale_rms_norm": (ops.modulate_norm, ("x", "scale", "weight"), {"kind": "rms"}),

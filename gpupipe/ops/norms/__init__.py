@@ -78,6 +78,9 @@ def add_norm(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     *,
+    gate: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    shift: torch.Tensor | None = None,
     kind: Kind = "layer",
     eps: float = 1e-6,
     precision: Precision | None = None,
@@ -88,6 +91,7 @@ def add_norm(
         x: (..., H), the residual that came in.
         branch: the same shape, what the block made of it.
         weight, bias: (H,).
+        gate, scale, shift: any of those of :func:`gate_add_modulate_norm`, which wants all of them but the shift.
         kind: ``"layer"`` or ``"rms"``.
         precision: see :func:`gpupipe.ops.precision`.
 
@@ -99,7 +103,10 @@ def add_norm(
         ConfigError: for another ``kind``.
     """
     checks.same_shape("branch", branch, x)
-    return _norm("add_norm", x, branch, weight=weight, bias=bias, eps=eps, kind=kind, precision=precision)
+    return _norm(
+        "add_norm", x, branch, gate=gate, weight=weight, bias=bias, scale=scale, shift=shift, eps=eps, kind=kind,
+        precision=precision,
+    )  # fmt: skip
 
 
 def dropout_add_norm(

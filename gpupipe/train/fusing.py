@@ -1,0 +1,127 @@
+"""Fused ops into a model that someone else wrote, and out of it again."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection
+from typing import Literal
+
+import torch
+from torch import nn
+
+from gpupipe.errors import ConfigError
+from gpupipe.train import defaults, parts, switches
+from gpupipe.train.fused import Fused, Left, State, install, is_fused, remove
+from gpupipe.train.report import Entry, Report
+
+Verify = Literal["first-use", "off"]
+
+
+def fuse(
+    model: nn.Module,
+    *,
+    kinds: Collection[str] | None = None,
+    skip: Collection[str] = (),
+    verify: Verify = "first-use",
+    bound: float | None = None,
+) -> Report:
+    """Gives every module that is recognised a way through :mod:`gpupipe.ops`, in place.
+
+    Modules are recognised by what they hold and do, not by their names. They stay the objects that they were, with their
+    parameters, buffers, hooks and places: state_dict, optimizers, DDP, FSDP2, checkpointing and ``torch.compile`` see what they
+    saw before. A module whose layers others have replaced, wrapped or hooked since runs as written.
+
+    Args:
+        model: any module.
+        kinds: which kinds of modules; None: those that are faster so, see :mod:`gpupipe.train.defaults`.
+        skip: names of modules, with ``*`` and ``?``, that are left as they are, with all that is in them.
+        verify: ``"first-use"`` runs each module both ways for each new signature of its arguments (shapes, types, gradients or
+            not), compares outputs and gradients, and runs it as written for that signature if they differ by more than rounding
+            explains. Inside a compiled graph there is no such check: run a step eagerly first. ``"off"`` trusts the recogniser.
+        bound: the relative error (root mean square) that outputs may have; four times that for gradients. None: by type, see
+            :data:`gpupipe.train.verify.BOUNDS`.
+
+    Returns:
+        What was replaced, what was left, and why.
+
+    Raises:
+        ConfigError: for kinds or a ``verify`` that do not exist, or names in ``skip`` that no module has.
+    """
+    if verify not in ("first-use", "off"):
+        raise ConfigError(f"verify is {verify!r}", fix="choose 'first-use' or 'off'")
+    if bound is not None and not bound > 0:
+        raise ConfigError(f"bound is {bound!r}", fix="bound is a relative error such as 1e-2")
+    chosen = set(defaults.on()) if kinds is None else {switches.known(kind) for kind in kinds}
+    names = [name for name, _ in model.named_modules()]
+    for pattern in skip:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"skip names {pattern!r}, which no module matches", fix="write it as named_modules() does")
+    report = Report()
+    covered: set[str] = set()
+    for name, module in model.named_modules():
+        if _within(name, covered):
+            continue
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in skip):
+            covered.add(name)
+            report.left.append(Entry(name, type(module).__name__, "skipped, as asked"))
+            continue
+        if is_fused(module):
+            report.left.append(Entry(name, type(module).__name__, "it is fused already"))
+            if _mixin(module).whole:
+                covered.add(name)
+            continue
+        if _take(module, name, chosen, verify == "first-use", bound, report):
+            covered.add(name)
+    return report
+
+
+def unfuse(model: nn.Module) -> nn.Module:
+    """Makes every fused module what it was before: the same objects, of the classes as they were written.
+
+    Returns:
+        The model.
+    """
+    for module in model.modules():
+        if is_fused(module):
+            remove(module)
+    return model
+
+
+def _take(module: nn.Module, name: str, chosen: set[str], verify: bool, bound: float | None, report: Report) -> bool:
+    """Fuses a module if one of ours serves it; True when nothing in it is to be looked at."""
+    reasons = []
+    written = type(module).__name__
+    for mixin in parts.ALL:
+        try:
+            settings = mixin.recognise(module)
+        except Left as left:
+            reasons.append(str(left))
+            continue
+        if settings is None:
+            continue
+        if mixin.kind not in chosen:
+            reasons.append(f"{mixin.kind}: {defaults.SLOWER.get(mixin.kind, 'not among the kinds asked for')}")
+            continue
+        install(module, mixin, State(name, verify, bound, settings))
+        report.replaced.append(Entry(name, written, mixin.said(settings)))
+        report.layouts += mixin.layouts(module, name)
+        return mixin.whole
+    if reasons:
+        report.left.append(Entry(name, written, "; ".join(reasons)))
+    elif any(True for _ in module.parameters(recurse=False)):
+        report.left.append(Entry(name, written, _plainly(module)))
+    return False
+
+
+def _plainly(module: nn.Module) -> str:
+    if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
+        return "by itself it is one call of torch, and ours would be the same"
+    return "it has parameters of its own, and nobody here knows it"
+
+
+def _within(name: str, covered: set[str]) -> bool:
+    return any(name == one or one == "" or name.startswith(f"{one}.") for one in covered)
+
+
+def _mixin(module: torch.nn.Module) -> type[Fused]:
+    return type(module)  # type: ignore[return-value]
