@@ -25,7 +25,7 @@ def joining_said(width: int, item_bytes: int) -> str:
     """The choice for the weights of one attention, in words."""
     most = -(-_COST * width // _SAVED_PACKED)
     cost = _COST * width * width * item_bytes / 1e6
-    return f"joined per step (moves {cost:.3g} MB) from {most} tokens on, packed where norm or rotary follow; else split"
+    return f"joined per step (moves {cost:.2f} MB) from {most} tokens on, packed where norm or rotary follow; else split"
 
 
 def for_convolution(x: torch.Tensor) -> torch.Tensor:

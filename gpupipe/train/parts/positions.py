@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._pytree import register_pytree_node
 
 from gpupipe.ops.rope import Rope
-from gpupipe.train.fused import Fused
+from gpupipe.train.fused import Fused, Left
 from gpupipe.train.parts.probe import attempt, passed, same, takes
 
 _MOST = 16
@@ -88,11 +88,11 @@ class FusedRotary(Fused):
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
         if any(True for _ in module.parameters()) or any(True for _ in module.children()):
             return None
-        if any(buffer.is_meta for buffer in module.buffers()):
-            return None
         patch = cls._patch(module)
         if patch is None:
             return None
+        if any(buffer.is_meta for buffer in module.buffers()):
+            raise Left("its tables have no memory yet: fuse it again when they have")
         grid = (2, 2, 3)
         size = [1, 1, *(tokens * step for tokens, step in zip(grid, patch, strict=True))]
         device = next((buffer.device for buffer in module.buffers()), torch.device("cpu"))
