@@ -5,7 +5,8 @@
     python benchmarks/bench_train.py --quick --out /tmp/results         # seconds, on the CPU: shows that it works
 
 The model is samples/video_dit.py with factorised attention, on videos that are on the device already: ``eager`` in torch's own
-ops, bf16 autocast over float32 parameters, gradients clipped, fused AdamW. Each other subject differs from it in one thing.
+ops, bf16 autocast over float32 parameters, gradients clipped, fused AdamW. Each other subject differs from it in one thing, but
+for ``gpupipe``, which has all of ours.
 A step is forward, backward, clipping and the optimizer.
 
 ``loss_final`` is the mean loss of the last 20 of ``--loss-steps`` steps of a narrow model on real clips. Eager is trained once
@@ -37,7 +38,7 @@ from video_dit import VideoDiT, VideoDiTConfig, flow_loss
 
 from gpupipe import VideoLoader, ops
 from gpupipe.cli.demo_data import make_clips
-from gpupipe.train import Precision, Watch
+from gpupipe.train import AdaptiveGraph, Precision, Watch
 
 Compiled = Literal["no", "default", "reduce-overhead"]
 CLIP, RATE, STEPS = 1.0, 1e-4, 5
@@ -57,11 +58,13 @@ class Part:
         fused: the model over ``gpupipe.ops``.
         precision: fields of a PrecisionConfig; None: torch's autocast and clipping, as in anybody's loop.
         watch: whether losses and gradients are watched.
+        graphs: forward and backward by CUDA graphs.
     """
 
     fused: bool = False
     precision: dict[str, Any] | None = field(default=None)
     watch: bool = False
+    graphs: bool = False
     compiled: Compiled = "no"
 
 
@@ -71,6 +74,8 @@ SUBJECTS = {
     "bf16-watch": Part(precision={"dtype": "bfloat16", "master_weights": True}, watch=True),
     "fp16-scaler": Part(precision={"dtype": "float16"}),
     "fused": Part(fused=True),
+    "graphs": Part(graphs=True),
+    "gpupipe": Part(fused=True, graphs=True, precision={"dtype": "bfloat16", "master_weights": True}),
     "compile": Part(compiled="default"),
     "compile-reduce-overhead": Part(compiled="reduce-overhead"),
 }
@@ -89,6 +94,8 @@ class Training:
         self.parameters: list[torch.Tensor] = list(parameters)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=True)
         self.model: nn.Module = self.net
+        if part.graphs:
+            AdaptiveGraph(self.net, warmup_steps=1, capture_frequency=1, device=device).installed()
         if part.compiled != "no":
             torch._dynamo.reset()
             if isinstance(self.net, PlainVideoDiT):
@@ -324,6 +331,7 @@ def main() -> None:
     rows = step_rows(
         config_of(options.size, options.depth, (1, 2, 2), 16), options.batch, options.subjects, device, options.runs
     )
+    write_results("train", rows, facts, options.out, keep_other_cases=options.append)  # the rest may not come to its end
     if options.loss_steps:
         narrow = config_of(options.loss_size, 2, (1, 4, 4), 3)
         videos = real_clips(narrow, options.loss_clips)
