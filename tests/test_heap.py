@@ -11,10 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 from clips import write_clip
-from conftest import ROOT
 
 from gpupipe import VideoLoader
 from gpupipe.device import heap
+
+ROOT = Path(__file__).resolve().parent.parent
 
 needs_glibc = pytest.mark.skipif(heap._malloc_trim() is None, reason="needs glibc")
 
