@@ -102,7 +102,7 @@ from gpupipe.device.inventory import cpu_quota
 import psutil
 made = []
 for workers in (0, "auto"):
-    with VideoLoader([sys.argv[1]] * 16, clip={"frames": 2}, transform={"size": 16}, batch=4, device="cpu",
+    with VideoLoader([sys.argv[1]] * 160, clip={"frames": 2}, transform={"size": 16}, batch=4, device="cpu",
                      decode={"cpu_workers": workers}) as loader:
         running = iter(loader)
         next(running)
@@ -115,8 +115,8 @@ print(made)
 
 
 def test_decoding_follows_the_cores_that_there_are(clips: dict[str, Path]) -> None:
-    """One core: one thread decodes, or one process; more would only take turns."""
-    assert run(QUOTA, clips["h264"]) == "[(1, 1, 0, 4), (1, 1, 1, 4)]"
+    """One core: one thread decodes, or one process; more would only take turns. More batches than are made ahead."""
+    assert run(QUOTA, clips["h264"]) == "[(1, 1, 0, 40), (1, 1, 1, 40)]"
 
 
 # Threads and memory
