@@ -11,14 +11,25 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gpupipe.config import PRESETS, LoaderConfig, PrecisionConfig, TransformConfig, WatchConfig
+from gpupipe.config import (
+    PRESETS,
+    GraphConfig,
+    LoaderConfig,
+    PrecisionConfig,
+    TrainingConfig,
+    TransformConfig,
+    WatchConfig,
+)  # fmt: skip
 from gpupipe.config.teletron import SHARED, TeleTronConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 MARK = "<!-- fields -->"
 PRESETS_PAGE = PAGE.with_name("transforms.md")
 PRESETS_MARKS = ("<!-- presets:begin -->", "<!-- presets:end -->")
-TRAINING = {"gpupipe.train.Precision": PrecisionConfig, "gpupipe.train.Watch": WatchConfig}
+TRAINING = {
+    "gpupipe.train.TrainingConfig": TrainingConfig, "gpupipe.train.Precision": PrecisionConfig,
+    "gpupipe.train.AdaptiveGraph": GraphConfig, "gpupipe.train.Watch": WatchConfig,
+}  # fmt: skip
 """What is configured apart from a loader, and of what it is the settings."""
 _BOUNDS = (("minimum", "≥ {}"), ("exclusiveMinimum", "> {}"), ("maximum", "≤ {}"), ("exclusiveMaximum", "< {}"))
 _ROLE = re.compile(r":\w+:`([^`]*)`")

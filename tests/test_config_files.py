@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gpupipe import VideoLoader
 from gpupipe.cli import main
-from gpupipe.config import ClipConfig, LoaderConfig, StageConfig, TransformConfig
+from gpupipe.config import ClipConfig, GraphConfig, LoaderConfig, StageConfig, TrainingConfig, TransformConfig
 from gpupipe.config.document import Document, read
 from gpupipe.config.schema import schema
 from gpupipe.config.stage import UNBUILT
@@ -180,13 +180,13 @@ def test_all_faults_are_told_at_once_with_their_lines(write: Write) -> None:
     assert "batch.size=4" in text
     theirs = read(
         write(
-            "tele_tron:\n  batch_size: 4\n  effective_batch_size: 10\n  cuda_graph: {}\n  data_pipeline:\n"
+            "tele_tron:\n  batch_size: 4\n  effective_batch_size: 10\n  optical_flow: {}\n  data_pipeline:\n"
             "    transform: {crop: center, short_side: 64, sise: 3}\n    resolution: 32\n    frame_sampler: {mode: best}\n"
         ),
         LoaderConfig,
     )
     assert found(theirs) == [
-        (1, "tele_tron"), (4, "tele_tron.cuda_graph"), (6, "tele_tron.data_pipeline.transform.sise"),
+        (1, "tele_tron"), (4, "tele_tron.optical_flow"), (6, "tele_tron.data_pipeline.transform.sise"),
         (8, "tele_tron.data_pipeline.frame_sampler.mode"),
     ]  # fmt: skip
     assert "no multiple" in theirs.faults[0].message
@@ -265,13 +265,57 @@ def test_the_examples_of_the_page_are_configurations(write: Write) -> None:
         LoaderConfig.from_yaml(write(example))
 
 
+@pytest.mark.parametrize("root", ["tele_tron: {batch_size: 2, STEP}", "gpupipe: {batch: 2, STEP}", "{batch: 2, STEP}"])
+def test_a_file_has_the_training_step_beside_the_loader(write: Write, root: str) -> None:
+    path = write(root.replace("STEP", "mixed_precision: fp16, cuda_graph: {warmup_steps: 7}, recompute: 12.5"))
+    assert LoaderConfig.from_yaml(path) == LoaderConfig(batch=2 if "batch_size" not in root else {"size": 2})
+    step = TrainingConfig.from_yaml(path)
+    assert step.mixed_precision is not None
+    assert step.mixed_precision.dtype == "float16"
+    assert step.cuda_graph == GraphConfig(warmup_steps=7)
+    assert step.recompute == 12.5
+
+
+def test_what_a_file_does_not_say_of_the_step_is_its_own(write: Write) -> None:
+    step = TrainingConfig.from_yaml(write("gpupipe: {batch: 2}"))
+    assert (step.mixed_precision, step.cuda_graph, step.recompute) == (None, None, "none")
+    assert TrainingConfig.from_yaml(write("cuda_graph: off\nmixed_precision: bf16")).cuda_graph is None
+    assert TrainingConfig.from_yaml(write("cuda_graph: on")).cuda_graph == GraphConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "says"),
+    [
+        ("clip: {frames: 3}\nmixed_precision: fp8", 2, "mixed_precision.dtype", "float16"),
+        ("cuda_graph:\n  warm_up: 3", 2, "cuda_graph.warm_up", "warmup_steps"),
+        ("tele_tron:\n  recompute: 0", 2, "tele_tron.recompute", "greater than 0"),
+        ("clip: {frames: 0}\nrecompute: block", 1, "clip.frames", "frames"),
+        ("cuda_graph: on\ngpupipe: {}", 1, "cuda_graph", "beside 'gpupipe'"),
+    ],
+)
+def test_faults_of_the_step_name_line_and_key(write: Write, text: str, line: int, key: str, says: str) -> None:
+    (path, *_) = [write(text)]
+    faults = read(path, LoaderConfig).faults
+    assert found(read(path, LoaderConfig))[0] == (line, key)
+    assert any(says in fault.message for fault in faults)
+    for load in (LoaderConfig.from_yaml, TrainingConfig.from_yaml):
+        with pytest.raises(ConfigError):
+            load(path)
+
+
+def test_the_step_s_keys_are_no_loader_s() -> None:
+    with pytest.raises(ConfigError, match="unknown key 'cuda_graph'") as caught:
+        LoaderConfig(cuda_graph={})
+    assert "TrainingConfig" in (caught.value.fix or "")
+
+
 def test_a_mapping_with_a_root_is_told_that_files_have_them() -> None:
     with pytest.raises(ConfigError, match="give the file's path"):
         LoaderConfig.parse({"tele_tron": {"batch_size": 3}})
 
 
 _KEYS = ["gpupipe", "tele_tron", *LoaderConfig.model_fields, *TeleTronConfig.model_fields, *DataPipelineConfig.model_fields,
-         *FrameSamplerConfig.model_fields, *ClipConfig.model_fields, *UNBUILT]  # fmt: skip
+         *FrameSamplerConfig.model_fields, *ClipConfig.model_fields, *TrainingConfig.model_fields, *UNBUILT]  # fmt: skip
 _LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.dates(), st.binary(max_size=3),
     st.sampled_from(["dynamic", "auto", "stratified", "videomae", "cpu"]),
@@ -394,11 +438,15 @@ def test_the_schema_agrees_with_the_loader(run: Run, write: Write) -> None:
         "gpupipe: {clip: {frames: 3}}\ntrainer: {lr: 1}", "gpupipe: {batch_size: 3}",
         "tele_tron: {batch_size: dynamic, seed: 2}",
         "tele_tron: {data_pipeline: {resolution: 64, transform: kinetics_train, frame_sampler: {mode: keyframe}}}",
+        "tele_tron: {batch_size: 2, mixed_precision: bf16, cuda_graph: true, recompute: block}",
+        "recompute: 60\ncuda_graph: {max_graphs: 3}\nmixed_precision: {dtype: float16, max_scale: 1048576}\nclip: {frames: 3}",
         "tele_tron:", "gpupipe:\n  data_pipeline:", *(path.read_text() for path in SAMPLES.glob("*.yaml")),
     ]  # fmt: skip
     bad = [
         "batch: x", "batch: {siz: 1}", "clip: 3", "clip: {frames: 0}", "transform: kinetics", "transform: {hflip: 2}",
-        "gpupipe: {batch_size: 3, clip: {}}", "tele_tron: {clip: {}}", "tele_tron: {cuda_graph: true}", "seed: 1\ngpupipe: {}",
+        "gpupipe: {batch_size: 3, clip: {}}", "tele_tron: {clip: {}}", "tele_tron: {optical_flow: true}",
+        "tele_tron: {cuda_graph: 3}", "recompute: -1", "mixed_precision: {dtypes: bf16}",
+        "cuda_graph: true\ngpupipe: {}", "tele_tron: {data_pipeline: {recompute: block}}", "seed: 1\ngpupipe: {}",
         "gpupipe: {}\ntele_tron: {}", "tele_tron: {batch_size: dynamik}", "tele_tron: {data_pipeline: {transform: kinetics}}",
         "data_pipeline: {}", "tele_tron: {data_pipeline: {frame_sampler: {mode: best}}}", "gpupipe: 3", "- 1",
     ]  # fmt: skip
@@ -420,4 +468,4 @@ def test_the_schema_says_what_each_field_is_for() -> None:
             assert ":class:" not in told
             assert "``" not in told
     assert "in pixels" in models["TransformConfig"]["properties"]["size"]["description"]
-    assert set(models["TeleTronConfig"]["properties"]) == set(TeleTronConfig.model_fields)
+    assert set(models["TeleTronConfig"]["properties"]) == set(TeleTronConfig.model_fields) | set(TrainingConfig.model_fields)

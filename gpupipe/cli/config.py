@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpupipe.cli.console import emit_json, say
-from gpupipe.config import LoaderConfig, StageConfig
+from gpupipe.config import LoaderConfig, StageConfig, TrainingConfig
 from gpupipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class ValidateConfig(StageConfig):
 
 
 def show(config: ShowConfig) -> dict[str, Any]:
-    """A whole configuration, every default included, in gpupipe's own layout.
+    """A whole configuration, every default included, in gpupipe's own layout; of the training step what a file says.
 
     Returns:
         ``config``, the fields; ``origin``, where each value is from: ``from`` is ``file``, ``preset`` or ``default``, and those
@@ -49,13 +49,16 @@ def show(config: ShowConfig) -> dict[str, Any]:
     document = read(config.file, LoaderConfig) if config.file is not None else None
     loader = document.told() if document is not None else LoaderConfig()
     fields = loader.model_dump(mode="json")
+    step = document.training if document is not None else TrainingConfig()
+    said = {name: value for name, value in step.model_dump(mode="json").items() if name in step.model_fields_set}
     return {
         "command": "config show",
         "file": str(config.file) if config.file is not None else None,
         "layout": document.layout if document is not None else "gpupipe",
         "others": list(document.others) if document is not None else [],
-        "config": fields,
-        "origin": {".".join(place): _origin(loader, place, document) for place, _ in _leaves(fields, ())},
+        "config": fields | said,
+        "origin": {".".join(place): _origin(loader, place, document) for place, _ in _leaves(fields, ())}
+        | {".".join(place): _origin(step, place, document) for place, _ in _leaves(said, ())},
     }
 
 
@@ -98,10 +101,10 @@ def _leaves(fields: dict[str, Any], above: Place) -> Iterator[tuple[Place, Any]]
             yield (*above, name), value
 
 
-def _origin(loader: LoaderConfig, place: Place, document: Document[LoaderConfig] | None) -> dict[str, Any]:
+def _origin(config: StageConfig, place: Place, document: Document[LoaderConfig] | None) -> dict[str, Any]:
     from gpupipe.config.document import origin
 
-    source = origin(loader, place, document)
+    source = origin(config, place, document)
     key = document.key(place) if document is not None and source == "file" else None
     if document is None or key is None:
         return {"from": source}

@@ -21,7 +21,7 @@ from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
 from gpupipe.config.source import FilterConfig, SourceConfig
 from gpupipe.config.stage import UNBUILT, Misfit, PathLike, StageConfig, fits, whole_number
-from gpupipe.config.training import PrecisionConfig, WatchConfig
+from gpupipe.config.training import OF_THE_STEP, GraphConfig, PrecisionConfig, TrainingConfig, WatchConfig
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
 
@@ -40,6 +40,7 @@ __all__ = [
     "DecodeConfig",
     "ErasingConfig",
     "FilterConfig",
+    "GraphConfig",
     "JitterConfig",
     "LoaderConfig",
     "MixConfig",
@@ -48,6 +49,7 @@ __all__ = [
     "RemoteConfig",
     "SourceConfig",
     "StageConfig",
+    "TrainingConfig",
     "TransformConfig",
     "WatchConfig",
 ]
@@ -230,6 +232,7 @@ class LoaderConfig(StageConfig):
             "it is of the layout with data_pipeline, which stands under tele_tron: or gpupipe:, see docs/configuration.md",
         ),
         **dict.fromkeys(("gpupipe", "tele_tron"), "it is the root of a file: give the file's path, config='run.yaml'"),
+        **OF_THE_STEP,
     }
     unbuilt: ClassVar[dict[str, str]] = UNBUILT
 

@@ -16,6 +16,7 @@ from gpupipe.config import LoaderConfig, TransformConfig
 from gpupipe.config.distinct import DistinctLoader
 from gpupipe.config.stage import UNBUILT, Model, PathLike, StageConfig, names_only, stage_at
 from gpupipe.config.teletron import SHARED, STAGES, Place, TeleTronConfig, translate
+from gpupipe.config.training import TRAINING_KEYS, TrainingConfig
 from gpupipe.errors import ConfigError, Fault
 
 ROOTS = ("gpupipe", "tele_tron")
@@ -35,6 +36,7 @@ class Document(Generic[Model]):
         config: the configuration; None when there are faults.
         faults: all that is wrong, by keys of the file.
         others: keys beside the root, which are not looked at.
+        training: what it says of the training step, which is no loader's; the defaults when there are faults.
     """
 
     path: str
@@ -43,6 +45,7 @@ class Document(Generic[Model]):
     config: Model | None
     faults: tuple[Fault, ...]
     others: tuple[str, ...]
+    training: TrainingConfig
     _keys: dict[Place, Place] = field(repr=False)
     _node: yaml.Node | None = field(repr=False)
 
@@ -125,13 +128,19 @@ def read(path: PathLike, model: type[Model]) -> Document[Model]:
         layout, mixed = _layout(inner, root)
         faults += mixed
     config: Model | None = None
+    training = TrainingConfig()
     keys: dict[Place, Place] = {}
     if not faults:
-        config, keys, faults = _made(inner, layout, model)
+        step = {key: value for key, value in inner.items() if key in TRAINING_KEYS}
+        config, keys, faults = _made({key: value for key, value in inner.items() if key not in step}, layout, model)
+        training, wrong = _step(step)
+        faults = [*faults, *wrong]
+        config = None if wrong else config
+        keys |= {place: place for place in _plain_places(step, ())}
         under = (root,) if root else ()
         keys = {place: under + key for place, key in keys.items()}
         faults = [Fault(under + fault.place, fault.message, fault.fix) for fault in faults]
-    document = Document(name, layout, root, config, tuple(faults), others, keys, node)
+    document = Document(name, layout, root, config, tuple(faults), others, training, keys, node)
     return replace(document, faults=tuple(sorted(faults, key=lambda fault: document.line(fault.place) or 0)))
 
 
@@ -142,7 +151,7 @@ def _beside(roots: Sequence[str], others: Sequence[str]) -> list[Fault]:
     return [
         Fault((key,), f"{key!r} stands beside {roots[0]!r}, where it would not be read", f"move it below {roots[0]}:")
         for key in others
-        if key in OWN_KEYS | TELETRON_KEYS | frozenset(SHARED) | frozenset(UNBUILT)
+        if key in OWN_KEYS | TELETRON_KEYS | TRAINING_KEYS | frozenset(SHARED) | frozenset(UNBUILT)
     ]
 
 
@@ -157,6 +166,22 @@ def _layout(values: dict[str, Any], root: str) -> tuple[Literal["gpupipe", "tele
         what = f"{theirs[0]!r} of the other" if theirs else "the other under tele_tron:"
         return "gpupipe", [Fault((root, key), f"mixes two layouts: {key!r} of gpupipe's own with {what}", fix) for key in own]
     return ("tele_tron" if theirs or root == "tele_tron" else "gpupipe"), []
+
+
+def _step(values: dict[str, Any]) -> tuple[TrainingConfig, list[Fault]]:
+    """What is said of the training step, and what is wrong with it."""
+    try:
+        return TrainingConfig(**values), []
+    except ConfigError as error:
+        return TrainingConfig(), list(error.faults or (Fault((), error.message, error.fix),))
+
+
+def _plain_places(values: dict[str, Any], above: Place) -> Iterator[Place]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _plain_places(value, (*above, str(name)))
+        else:
+            yield (*above, str(name))
 
 
 def _made(values: dict[str, Any], layout: str, model: type[Model]) -> tuple[Model | None, dict[Place, Place], list[Fault]]:

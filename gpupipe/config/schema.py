@@ -8,6 +8,7 @@ from typing import Any
 from gpupipe.config import PRESETS, LoaderConfig
 from gpupipe.config.document import OWN_KEYS, ROOTS, TELETRON_KEYS
 from gpupipe.config.teletron import SHARED, TeleTronConfig
+from gpupipe.config.training import TRAINING_KEYS, TrainingConfig
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 _ROLE = re.compile(r":\w+:`~?([^`]*)`")
@@ -24,6 +25,10 @@ def schema() -> dict[str, Any]:
         made = model.model_json_schema()
         models |= made.pop("$defs")
         models[model.__name__] = made
+    step = TrainingConfig.model_json_schema()
+    models |= step.pop("$defs")
+    for model in (LoaderConfig, TeleTronConfig):  # a file has them side by side
+        models[model.__name__]["properties"] |= step["properties"]
     own, teletron = {"$ref": "#/$defs/LoaderConfig"}, {"$ref": "#/$defs/TeleTronConfig"}
     presets = {"enum": list(PRESETS)}
     models["LoaderConfig"]["properties"]["transform"]["anyOf"] = [presets, {"$ref": "#/$defs/TransformConfig"}]
@@ -38,7 +43,7 @@ def schema() -> dict[str, Any]:
     whole = {
         "$schema": _DIALECT,
         "title": "gpupipe",
-        "description": "The configuration of a gpupipe.VideoLoader.",
+        "description": "The configuration of a gpupipe.VideoLoader, and of the training step beside it.",
         "anyOf": [own, {"type": "null"}, *(_under(root, layouts) for root, layouts in roots.items())],
         "$defs": models,
     }
@@ -49,7 +54,7 @@ def schema() -> dict[str, Any]:
 
 def _under(root: str, layouts: list[dict[str, str]]) -> dict[str, Any]:
     """A file with its settings below a root: beside it may stand what is nobody's here."""
-    strangers = sorted((OWN_KEYS | TELETRON_KEYS | set(SHARED) | set(ROOTS)) - {root})
+    strangers = sorted((OWN_KEYS | TELETRON_KEYS | TRAINING_KEYS | set(SHARED) | set(ROOTS)) - {root})
     return {
         "type": "object",
         "properties": {root: {"anyOf": layouts}},

@@ -19,9 +19,6 @@ Model = TypeVar("Model", bound="StageConfig")
 
 UNBUILT: dict[str, str] = {
     "optical_flow": "a model for it can run on batch['video'] in the training step, or on each clip in VideoLoader(after=…)",
-    "cuda_graph": "use gpupipe.train.AdaptiveGraph round the model, or the step",
-    "mixed_precision": "use gpupipe.train.Precision in the training step; transform.dtype is the type of the batch",
-    "recompute": "call gpupipe.train.recompute(model, …) before training",
     "memory": "jitter.max_gib and cache.clips_gib bound what a loader holds, micro-batches follow the memory that is free",
 }
 """Parts of a training system that files name and gpupipe does not have, and what to do without."""

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from gpupipe.config import BatchConfig, LoaderConfig, StageConfig, TransformConfig
 from gpupipe.config.stage import UNBUILT, Misfit, fits, names_only
+from gpupipe.config.training import TRAINING_KEYS
 from gpupipe.config.transform import Side
 from gpupipe.errors import ConfigError, Fault
 
@@ -52,6 +53,7 @@ class FrameSamplerConfig(StageConfig):
     """Which frames make a clip."""
 
     example: ClassVar[str] = '{"mode": "stratified", "samples_per_clip": 16}'
+    elsewhere: ClassVar[dict[str, str]] = dict.fromkeys(TRAINING_KEYS, "write it beside data_pipeline")
     unbuilt: ClassVar[dict[str, str]] = UNBUILT
 
     mode: Literal["random", "regular", "uniform", "stratified", "keyframe"] | None = None
@@ -70,7 +72,9 @@ class DataPipelineConfig(StageConfig):
     """From files to clips."""
 
     example: ClassVar[str] = '{"video_decoding": "nvdec", "frame_sampler": {"mode": "stratified"}}'
-    elsewhere: ClassVar[dict[str, str]] = {**dict.fromkeys(SHARED, "write it beside data_pipeline"), **_ELSEWHERE}
+    elsewhere: ClassVar[dict[str, str]] = {
+        **dict.fromkeys((*SHARED, *TRAINING_KEYS), "write it beside data_pipeline"), **_ELSEWHERE,
+    }  # fmt: skip
     unbuilt: ClassVar[dict[str, str]] = UNBUILT
 
     video_decoding: Literal["auto", "nvdec", "dali", "cpu"] | None = None

@@ -1,12 +1,12 @@
-"""The configuration of a training step: its precision, and the watch over it."""
+"""The configuration of a training step: its precision and the watch over it, its graphs, what it makes again."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from gpupipe.config.stage import Misfit, StageConfig, fits
+from gpupipe.config.stage import Misfit, PathLike, StageConfig, fits
 
 Scale = Annotated[float, Field(gt=0, le=2.0**126)]
 
@@ -56,3 +56,69 @@ class WatchConfig(StageConfig):
     without autocast (not with ``master_weights``)."""
     give_up: Annotated[int, Field(ge=1)] = 3
     """Such steps in a row, without one that went well between them, after which training ends in an error."""
+
+
+class GraphConfig(StageConfig):
+    """CUDA graphs of what repeats in a training step: the arguments of :class:`gpupipe.train.AdaptiveGraph`."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Calls before the first capture."""
+    capture_frequency: Annotated[int, Field(ge=1)] = 5
+    """How often a kind of call must have come before it is captured."""
+    max_graphs: Annotated[int, Field(ge=1)] = 8
+    """Kinds of calls that are captured, at most."""
+    segments: Literal["auto", "off"] = "auto"
+    """Whether a module that cannot be captured whole is cut where it asks for a value on the host."""
+
+
+_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _typed(value: Any) -> Any:
+    """A type's name as what it stands for; the short names too."""
+    if isinstance(value, str):
+        return {"dtype": _TYPES.get(value, value)}
+    if isinstance(value, dict) and isinstance(value.get("dtype"), str):
+        return {**value, "dtype": _TYPES.get(value["dtype"], value["dtype"])}
+    return value
+
+
+def _switched(value: Any) -> Any:
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
+class TrainingConfig(StageConfig):
+    """What a file says of the training step. A loader that is given the same file leaves it alone."""
+
+    mixed_precision: Annotated[
+        PrecisionConfig | None, BeforeValidator(_typed, json_schema_input_type=str | PrecisionConfig | None)
+    ] = None
+    """Settings of :class:`gpupipe.train.Precision`; the name of a type stands for ``{"dtype": name}``, ``bf16``, ``fp16`` and
+    ``fp32`` for the long ones. None: the step's own."""
+    cuda_graph: Annotated[GraphConfig | None, BeforeValidator(_switched, json_schema_input_type=bool | GraphConfig | None)] = (
+        None
+    )
+    """Settings of :class:`gpupipe.train.AdaptiveGraph`; true: as they are by default. None: no graphs."""
+    recompute: Literal["none", "elementwise", "block"] | Annotated[float, Field(gt=0)] = "none"
+    """What activations are made again in the backward, by :func:`gpupipe.train.recompute`: a policy, or a budget in GB."""
+
+    @classmethod
+    def from_yaml(cls, path: PathLike) -> Self:
+        """The part of a file that a loader leaves alone, in either layout.
+
+        Raises:
+            ConfigError: when the file cannot be read, or anything in it is wrong, the loader's part included.
+        """
+        from gpupipe.config import LoaderConfig
+        from gpupipe.config.document import read
+
+        document = read(path, LoaderConfig)
+        document.told()
+        return cls(**{name: getattr(document.training, name) for name in document.training.model_fields_set})
+
+
+TRAINING_KEYS = frozenset(TrainingConfig.model_fields)
+OF_THE_STEP = dict.fromkeys(
+    TRAINING_KEYS, "it is of the training step: gpupipe.train.TrainingConfig has it, and a file beside the loader's own keys"
+)
+"""What is said of these keys where a loader's are expected."""

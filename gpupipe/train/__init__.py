@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gpupipe.config import TrainingConfig
     from gpupipe.train.checkpoint import load_checkpoint, save_checkpoint
     from gpupipe.train.comparing import compare
     from gpupipe.train.ema import Ema
@@ -30,6 +31,7 @@ _HOMES = {
     "Metrics": "metrics",
     "PipelineExecutor": "executor",
     "Precision": "precision",
+    "TrainingConfig": "gpupipe.config",
     "Watch": "watch",
     "compare": "comparing",
     **dict.fromkeys(("fuse", "unfuse"), "fusing"),
@@ -50,6 +52,7 @@ __all__ = [
     "PipelineExecutor",
     "Precision",
     "RMSNorm",
+    "TrainingConfig",
     "Watch",
     "compare",
     "fuse",
@@ -67,7 +70,7 @@ def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'gpupipe.train' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"gpupipe.train.{home}"), name)
+    value = getattr(importlib.import_module(home if "." in home else f"gpupipe.train.{home}"), name)
     globals()[name] = value
     return value
 
