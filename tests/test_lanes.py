@@ -32,6 +32,7 @@ class FakeLane:
         self.store = SimpleNamespace(clear=self._clear)
         self.cleared = self.closed = 0
         self.failures = 0
+        self.open = 0
         self.process = os.getpid()
 
     def _clear(self) -> None:
@@ -39,6 +40,10 @@ class FakeLane:
 
     def nvdec(self, keep: int) -> SimpleNamespace:
         return SimpleNamespace(created=0, decode=self._decode)
+
+    def free_decoders(self) -> int:
+        count, self.open = self.open, 0
+        return count
 
     def _decode(self, *_: object) -> Planes:
         if self.failures:
@@ -125,6 +130,9 @@ def test_idle_decoders_make_room_for_a_decode(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(DeviceMemoryError):  # nothing idle is left, so that a second try would be in vain
         one.decode(index, plan)  # type: ignore[arg-type]
     assert mine.failures == 0  # type: ignore[attr-defined]
+    mine.failures, mine.open = 1, 2  # type: ignore[attr-defined]
+    assert one.decode(index, plan) == (PLANES, "nvdec"), "its own for other sizes made room"  # type: ignore[arg-type]
+    assert mine.open == 0  # type: ignore[attr-defined]
 
 
 def test_a_forked_child_leaves_its_parents_lanes_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -226,11 +226,12 @@ class DecodeEngine:
             self._telemetry.count("decoders_created", serving.created - before)
 
     def _with_memory(self, decode: Callable[..., Planes], index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
-        """Decodes, a second time when memory was short and there were idle decoders to free."""
+        """Decodes, a second time when memory was short and there were idle decoders to free, this thread's own among them."""
         try:
             return decode(index, plan, stop, self.files)
         except DeviceMemoryError:
-            if not free_decoders():
+            own = self._lane.free_decoders() if self._lane is not None else 0
+            if not free_decoders() and not own:
                 raise
         return decode(index, plan, stop, self.files)
 

@@ -42,6 +42,10 @@ class Lane:
         self._nvdec.keep = keep
         return self._nvdec
 
+    def free_decoders(self) -> int:
+        """Closes the lane's decoders, which it makes anew as they are needed; how many there were."""
+        return self._nvdec.close() if self._nvdec is not None else 0
+
     def dali(self) -> DaliDecoder:
         """The lane's way to DALI, which keeps its decoders itself.
 

@@ -265,10 +265,12 @@ class NvdecDecoder:
             self._sessions.remove(session)
             self._stream.synchronize()
 
-    def close(self) -> None:
-        """Lets all decoders go."""
+    def close(self) -> int:
+        """Lets all decoders go; how many there were."""
+        count = len(self._sessions)
         for session in list(self._sessions):
             self._drop(session)
+        return count
 
 
 class _Target:
