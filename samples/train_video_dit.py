@@ -118,7 +118,7 @@ class Trainer:
                 seen = self.watch.after(seen.step, seen.batches, *self.train_step(list(seen.batches))) or seen
         if self.rank == 0:
             with self.losses.open("a", newline="") as lines:
-                csv.writer(lines).writerow([seen.step, seen.loss, seen.norm, seen.scale])
+                csv.writer(lines, lineterminator="\n").writerow([seen.step, seen.loss, seen.norm, seen.scale])
             print(f"step {seen.step}: loss {seen.loss:.4f}, gradients {seen.norm:.3f}", flush=True)
 
     def begin_losses(self) -> None:
@@ -145,6 +145,8 @@ class Trainer:
 
     def load(self) -> None:
         found = load_checkpoint(self.checkpoint, device=self.device)
+        if found["config"] != asdict(self.config):
+            raise SystemExit(f"{self.checkpoint} is of another model, {found['config']}: give its options, or another --out")
         self.step = found["step"]
         self.net.load_state_dict(found["model"])
         self.optimizer.load_state_dict(found["optimizer"])

@@ -5,16 +5,18 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tape import Tape
 from torch import nn
 
-from gpupipe import Batch
-from gpupipe.errors import ConfigError
-from gpupipe.train.graphs import AdaptiveGraph, adaptive
+from gpupipe import Batch, ops
+from gpupipe.errors import ConfigError, GraphError
+from gpupipe.train.graphs import AdaptiveGraph, adaptive, paused
 
 OPTIONS: dict[str, Any] = {"warmup_steps": 4, "capture_frequency": 2, "device": "cpu", "recorder": Tape}
 
@@ -346,3 +348,116 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPUPIPE_GRAPH_THRESHOLD", "often")
     with pytest.raises(ConfigError, match="GPUPIPE_GRAPH_THRESHOLD='often'"):
         AdaptiveGraph(lambda: None, **OPTIONS)
+
+
+AT_ONCE: dict[str, Any] = {**OPTIONS, "warmup_steps": 0, "capture_frequency": 1}
+
+
+def test_what_nobody_can_follow_is_not_captured() -> None:
+    class Scales(nn.Module):
+        def forward(self, x: torch.Tensor, by: Any) -> torch.Tensor:
+            return x * float(by)
+
+    graph = AdaptiveGraph(Scales(), **AT_ONCE)
+    assert [graph(torch.ones(1), np.int64(k)).item() for k in range(6)] == [0, 1, 2, 3, 4, 5]
+    assert "a numpy.int64 among the arguments" in graph.report().failures[0]
+
+    class Returns(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return SimpleNamespace(out=x * 2)
+
+    graph = AdaptiveGraph(Returns(), **AT_ONCE)
+    kept = [graph(torch.full((1,), float(k))).out for k in range(4)]
+    assert [float(each) for each in kept] == [0, 2, 4, 6]
+    assert "returns a types.SimpleNamespace" in graph.report().failures[0]
+
+
+def test_what_changes_inside_a_module_is_another_call() -> None:
+    model, twin = pair()
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    (x,) = inputs(1)
+    for each in (model, twin):
+        each.one.requires_grad_(False)
+    graph(x).sum().backward()
+    for each in (model, twin):
+        each.one.requires_grad_(True)
+    graph(x).sum().backward(), twin(x).sum().backward()
+    assert torch.equal(model.one.weight.grad, twin.one.weight.grad)  # type: ignore[arg-type]
+    model.other = nn.Linear(8, 3)
+    assert torch.equal(graph(x), model.forward(x)), "another module in the place of one"
+    model.load_state_dict({name: value + 1 for name, value in twin.state_dict().items()}, assign=True)
+    assert torch.equal(graph(x), model.forward(x)), "other memory"
+
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Dropout(1.0), nn.Dropout(1.0)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.stack([self.one(x), self.other(x)])
+
+    drops = Drops()
+    graph = AdaptiveGraph(drops, **AT_ONCE)
+    drops.one.eval()
+    assert graph(torch.ones(1)).flatten().tolist() == [1, 0]
+    drops.train().other.eval()
+    assert graph(torch.ones(1)).flatten().tolist() == [0, 1]
+
+
+def test_a_backward_that_would_be_wrong_is_an_error() -> None:
+    model, _ = pair()
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    one, other = inputs(2)
+    first = graph(one).square().sum()
+    first.backward(retain_graph=True)
+    graph(other).sum().backward()
+    with pytest.raises(GraphError, match="a second backward"):
+        first.backward()
+    late = graph(one).sum()
+    with torch.no_grad():
+        model.one.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
+def test_one_tensor_given_twice() -> None:
+    class Both(nn.Module):
+        def forward(self, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            one.add_(1)
+            return other * 1
+
+    graph, x = AdaptiveGraph(Both(), **AT_ONCE), torch.zeros(1)
+    with torch.no_grad():
+        assert [float(graph(x, x)) for _ in range(4)] == [1, 2, 3, 4]
+
+
+def test_switches_and_hooks_are_heeded() -> None:
+    model, _ = pair()
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    (x,) = inputs(1)
+    hooked: list[int] = []
+    model.register_forward_hook(lambda *_: hooked.append(1))
+    graph(x)
+    assert hooked == [1], "the module's own"
+    signatures = graph.report().signatures
+    with ops.precision("conservative"):
+        graph(x)
+    assert graph.report().signatures == signatures + 1
+    with paused():
+        calls = model.calls
+        graph(x)
+        assert model.calls == calls + 1
+    with torch.inference_mode():
+        assert graph(x).shape == (4, 3)
+    losses = [graph(x).sum() for _ in range(3)]
+    assert len(losses) == 3
+    assert "still waited for its backward" in str(graph.report())
+
+
+def test_what_was_in_the_place_of_forward_comes_back() -> None:
+    model, _ = pair()
+    patched = lambda x: x * 0  # noqa: E731
+    model.forward = patched  # type: ignore[method-assign]
+    with AdaptiveGraph(model, **AT_ONCE).installed():
+        assert not model(inputs(1)[0]).any()
+    assert model.__dict__["forward"] is patched

@@ -164,3 +164,34 @@ def test_blocks_can_be_named() -> None:
         model(torch.zeros(2, 8)).sum().backward()
     assert [choice.name for choice in plan.choices] == ["1"]
     assert (model[0].calls, model[1].calls) == (1, 2)
+
+
+def test_twice_is_refused_and_what_was_there_comes_back(model: Model) -> None:
+    patched = model.blocks[0].forward
+    model.blocks[0].forward = patched  # type: ignore[method-assign]
+    with recompute(model, "block"), pytest.raises(ConfigError, match="is made again already"):
+        recompute(model, "elementwise")
+    assert model.blocks[0].__dict__["forward"] is patched
+
+
+def test_fusing_behind_it_is_heeded_and_can_be_undone() -> None:
+    from gpupipe.train import fuse, unfuse
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.LayerNorm(16) for _ in range(3))})
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        made = x
+        for block in model["blocks"]:  # type: ignore[union-attr]
+            made = block(made)
+        return made
+
+    expected = run()
+    with recompute(model, "block"):
+        fuse(model)
+        assert type(model["blocks"][0]).__mro__[1].__name__ != "Module"  # type: ignore[index]
+        assert torch.allclose(run(), expected, atol=1e-5)
+        unfuse(model)
+        run().sum().backward()
+    assert torch.equal(run(), expected)

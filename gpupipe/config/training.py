@@ -29,6 +29,8 @@ class PrecisionConfig(StageConfig):
     """Steps in a row without an overflow after which the scale doubles; one with an overflow halves it, and is left out."""
     max_scale: Scale = 2.0**24
     """The scale's ceiling: the greatest value that it grows to."""
+    min_scale: Scale = 1.0
+    """The scale's floor, which steps left out for another cause than an overflow cannot bring it below."""
 
     @fits
     def _starts_below_the_ceiling(self) -> None:
@@ -36,6 +38,14 @@ class PrecisionConfig(StageConfig):
             raise Misfit(
                 f"initial_scale={self.initial_scale:g} is above max_scale={self.max_scale:g}",
                 fix="raise max_scale, or start lower",
+            )
+
+    @fits
+    def _starts_above_the_floor(self) -> None:
+        if self.initial_scale < self.min_scale:
+            raise Misfit(
+                f"initial_scale={self.initial_scale:g} is below min_scale={self.min_scale:g}",
+                fix="lower min_scale, or start higher",
             )
 
     @fits

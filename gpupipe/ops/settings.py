@@ -7,7 +7,7 @@ of their own. ``torch.compile`` compiles anew after a change.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from types import TracebackType
 from typing import Literal, Self, get_args
 
@@ -74,6 +74,11 @@ def use(implementation: Implementation, *names: str) -> _Undo:
         _implementations.update(before)
 
     return _Undo(undo)
+
+
+def state() -> Hashable:
+    """All switches, as something to compare with what they were."""
+    return _precision[-1], tuple(sorted(_implementations.items()))
 
 
 def kernel_wanted(name: str) -> bool:

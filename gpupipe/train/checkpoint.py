@@ -17,6 +17,8 @@ from gpupipe.errors import ConfigError
 VERSION = 1
 """Of the form of the file. One of another version is refused."""
 _OWN = ("version", "launches")
+_PLAIN = (int, float, complex, bool, str, bytes, bytearray, type(None), torch.dtype, torch.device, torch.Size)
+"""Kinds of values beside tensors, and mappings and lists of them, that are read without running anything."""
 
 
 def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
@@ -30,15 +32,38 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
         parts: by name, made of tensors and plain data.
 
     Raises:
-        ConfigError: for a name that the file needs itself, or a file that cannot be written.
+        ConfigError: for a name that the file needs itself, a part with anything else in it, which could not be read again, or
+            a file that cannot be written.
     """
     if taken := set(parts) & set(_OWN):
         raise ConfigError(f"a checkpoint has {', '.join(sorted(taken))} of its own", fix="give the part another name")
+    for name, part in parts.items():
+        _check(part, name)
     try:
         with replacing(Path(path)) as file:
             torch.save({"version": VERSION, "launches": autotune.recorded(), **parts}, file)
     except OSError as error:
         raise ConfigError(f"cannot write the checkpoint {path}: {error}", fix="name a file in a folder with room") from error
+
+
+def _check(part: Any, place: str) -> None:
+    """Refuses what :func:`load_checkpoint` would not read, before an earlier file is replaced."""
+    if isinstance(part, Mapping):
+        for name, value in part.items():
+            _check(name, f"a key of {place}")
+            _check(value, f"{place}[{name!r}]")
+    elif type(part) in (list, tuple, set, torch.Size):
+        for number, value in enumerate(part):
+            _check(value, f"{place}[{number}]")
+    elif not isinstance(part, torch.Tensor) and type(part) not in _PLAIN:
+        fix = (
+            "give its state_dict()"
+            if hasattr(part, "state_dict")
+            else "give tensors and plain data: float(…), .tolist(), vars(…)"
+        )
+        raise ConfigError(
+            f"{place} is a {type(part).__module__}.{type(part).__qualname__}, which a checkpoint cannot hold", fix=fix
+        )
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, device: torch.device | str = "cpu") -> dict[str, Any]:

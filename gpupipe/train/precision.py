@@ -37,16 +37,18 @@ class Precision:
 
     Args:
         config: a PrecisionConfig, or a dict of its fields.
-        device: where the model is.
+        device: where the model is; default the current CUDA device, or the CPU where there is none.
 
     Attributes:
         config: the settings.
         masters: float32 copies of the parameters that the model keeps in low precision, by name.
     """
 
-    def __init__(self, config: PrecisionConfig | dict[str, Any] | None = None, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, config: PrecisionConfig | dict[str, Any] | None = None, device: torch.device | str | None = None
+    ) -> None:
         self.config = PrecisionConfig.parse(config)
-        self.device = torch.device(device)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.masters: dict[str, torch.Tensor] = {}
         self._low: list[torch.Tensor] = []
@@ -78,6 +80,12 @@ class Precision:
         if self._prepared:
             raise ConfigError("prepare() a second time", fix="give it the whole model, once; make a Precision for each")
         self._prepared = True
+        for name, value in model.named_parameters():
+            if value.device.type != self.device.type:
+                raise ConfigError(
+                    f"the parameter {name!r} is on {value.device}, this Precision on {self.device}",
+                    fix="move the model first, and give Precision(…, device=…) the same device",
+                )
         kept: set[int] = set()
         for pattern in self.config.keep_float32:
             found = [module for name, module in model.named_modules() if name and fnmatch.fnmatchcase(name, pattern)]
@@ -109,7 +117,18 @@ class Precision:
                 )
             else:
                 trained.append(value)
+        if self.masters:
+            model.register_load_state_dict_post_hook(lambda module, _: self._follow(module))  # type: ignore[no-untyped-call]
         return trained
+
+    @torch.no_grad()
+    def _follow(self, model: nn.Module) -> None:
+        """Takes weights that were loaded into the model without this one's own: its copies would overwrite them in the next
+        step. Those that are the copies rounded stay as they are, exact."""
+        parameters = dict(model.named_parameters())
+        for name, master in self.masters.items():
+            value = parameters[name]
+            master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
 
     def autocast(self) -> AbstractContextManager[object]:
         """For the forward pass and the loss."""
@@ -171,7 +190,7 @@ class Precision:
         if self._scaler is not None:
             self._scaler.step(optimizer)
             self._scaler.update()
-            self._scaler.update(self.scale.clamp(max=self.config.max_scale))
+            self._bound_scale()
         else:
             _step_if_finite(optimizer, norm)
         optimizer.zero_grad(set_to_none=True)
@@ -179,6 +198,12 @@ class Precision:
             with torch.no_grad():
                 torch._foreach_copy_(self._low, list(self.masters.values()))
         return norm
+
+    def _bound_scale(self) -> None:
+        """Between floor and ceiling, on the device. A loss that is not finite by itself halves the scale, too, as if it were
+        too high: without a floor a bad clip now and then would bring it to nothing, and all gradients with it."""
+        assert self._scaler is not None
+        self._scaler.update(self.scale.clamp(self.config.min_scale, self.config.max_scale))
 
     def state_dict(self) -> dict[str, Any]:
         """The loss scale and the float32 weights, for a checkpoint. Waits for the device."""
@@ -198,7 +223,7 @@ class Precision:
         """
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(self._scaler.state_dict() | dict(state["scaler"]))
-            self._scaler.update(self.scale.clamp(max=self.config.max_scale))
+            self._bound_scale()
         parameters = dict(model.named_parameters())
         if strangers := set(state["masters"]) - set(parameters):
             raise ConfigError(

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
+from gpupipe.train.forwards import Replaced, forward_of
 
 Policy = Literal["none", "elementwise", "block"]
 _RUNS = 3
@@ -64,16 +65,16 @@ class Recompute:
     def __init__(self, blocks: dict[str, torch.nn.Module], choices: Sequence[Choice], peak_bytes: int | None) -> None:
         self.choices = tuple(choices)
         self.peak_bytes = peak_bytes
-        self._blocks = blocks
-        for choice in choices:
-            if choice.policy != "none":
-                block = blocks[choice.name]
-                block.forward = partial(_again, block.forward, choice.policy)  # type: ignore[method-assign]
+        self._replaced = [
+            Replaced(blocks[choice.name], partial(_again, forward_of(blocks[choice.name]), choice.policy))
+            for choice in choices
+            if choice.policy != "none"
+        ]
 
     def remove(self) -> None:
         """Gives all blocks their own ``forward`` back; may be called again."""
-        for choice in self.choices:
-            self._blocks[choice.name].__dict__.pop("forward", None)
+        for each in self._replaced:
+            each.undo()
 
     def __enter__(self) -> Self:
         return self
@@ -100,8 +101,8 @@ def recompute(
 
     Args:
         policy: for all blocks; or a budget in GB (10^9 bytes) of device memory for the whole step, model, gradients and
-            what the optimizer holds by now included: then each block is timed in each way, and as few as possible are run in
-            the slower ones.
+            what the optimizer holds by now included, so plan behind its first step: then each block is timed in each way, and
+            as few as possible are run in the slower ones.
         step: with a budget: a forward of the largest batch to come, which returns the loss. It is run once with its backward
             left out, and changes nothing but what a forward changes.
         blocks: default the modules of the model's lists of like ones (``torch.nn.ModuleList``), the outermost.
@@ -136,6 +137,9 @@ def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> 
                 found[name] = module
         elif isinstance(module, torch.nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
             found |= {f"{name}.{number}" if name else str(number): child for number, child in enumerate(module)}
+    for name, block in found.items():
+        if getattr(block.__dict__.get("forward"), "func", None) is _again:
+            raise ConfigError(f"{name} is made again already", fix="remove() the plan that says so first")
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no list of like modules", fix="name them: blocks=[…], the modules that repeat"
@@ -258,7 +262,7 @@ def _cost(block: torch.nn.Module, call: _Call, policy: Policy) -> Cost:
     def own(value: Any) -> Any:
         return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
 
-    forward = block.forward if policy == "none" else partial(_again, block.forward, policy)
+    forward = block.forward if policy == "none" else partial(_again, forward_of(block), policy)
     wanted = [each for each in block.parameters() if each.requires_grad]
     seconds, kept_bytes = [], 0
     for _ in range(_RUNS):

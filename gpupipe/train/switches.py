@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
@@ -105,6 +105,11 @@ def known(kind: str) -> str:
 def wanted(kind: str) -> bool:
     """True when modules of this kind are to run fused."""
     return not _off or not (kind in _off or _ALL in _off)
+
+
+def state() -> Hashable:
+    """All switches but those of single modules, as something to compare with what they were."""
+    return as_written_here(), tuple(sorted(_off))
 
 
 def as_written_here() -> bool:

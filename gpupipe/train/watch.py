@@ -16,6 +16,7 @@ from gpupipe import ops
 from gpupipe.config.training import WatchConfig
 from gpupipe.errors import ConfigError, NotFiniteError
 from gpupipe.telemetry import log
+from gpupipe.train.graphs import paused
 from gpupipe.train.precision import Precision
 from gpupipe.train.trace import NotFinite, first_not_finite, unwrapped
 
@@ -162,6 +163,7 @@ class Watch:
     def careful(self) -> Iterator[None]:
         """In this block a step is done again, as ``repeat`` says."""
         with ExitStack() as stack:
+            stack.enter_context(paused())
             if self.config.repeat != "no":
                 stack.enter_context(ops.precision("conservative"))
             if self.config.repeat == "float32":
@@ -220,7 +222,7 @@ class Watch:
             self._precision.backward(value, scale=scale)
 
         devices = [self._device] if self._device.type == "cuda" else []
-        with self._unchanged(), torch.random.fork_rng(devices=devices):
+        with paused(), self._unchanged(), torch.random.fork_rng(devices=devices):
             _set_random_state(done.random, self._device)
             first = first_not_finite(self._model, done.batches, take, backward)
         whole = tuple(path for batch in done.batches for path in getattr(batch, "paths", ()))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import linecache
 import os
 import traceback
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -15,16 +16,23 @@ import torch
 
 from gpupipe.errors import ConfigError, GraphError
 from gpupipe.telemetry import log
+from gpupipe.train.forwards import Replaced, forward_of
 from gpupipe.train.graphs.graphed import Graphed, Pending
 from gpupipe.train.graphs.recorder import CudaRecorder, NotCaptured, Recorder
 from gpupipe.train.graphs.report import GraphReport
 from gpupipe.train.graphs.segments import in_segments
-from gpupipe.train.graphs.signature import apart, plain, surroundings
+from gpupipe.train.graphs.signature import Opaque, apart, inside, plain, surroundings
 
 RETRY = ("GPUPIPE_GRAPH_RETRY", "TELETRON_GRAPH_RETRY")
 THRESHOLD = ("GPUPIPE_GRAPH_THRESHOLD", "TELETRON_GRAPH_THRESHOLD")
 _JUDGED_AFTER = 50
 """Calls after the warm-up before the hit rate says anything."""
+_REMEMBERED = 1024
+"""Kinds of calls; beyond that those without a graph are forgotten."""
+_TOLD = 32
+"""Failures that are told, of different kinds."""
+_paused: list[None] = []
+"""Not empty while :func:`paused`."""
 _PATIENCE = 4
 """Times ``capture_frequency`` calls that smaller shapes wait for the largest one to come again."""
 
@@ -59,9 +67,10 @@ class AdaptiveGraph:
     What cannot be captured (a value that the host must see, such as ``.item()``) is named in the log and in :meth:`report`, and
     runs as it is. With ``segments`` a module is then cut at such places by TorchDynamo, and the parts are captured.
 
-    A captured call does on the host nothing of what the function does: no counters, no hooks of modules, no printing.
-    Parameters are read where they lie: change them in place, as optimizers and ``load_state_dict`` do. Dropout of torch and of
-    gpupipe draws anew at each replay.
+    A captured call does on the host nothing of what the function does: no counters, no hooks of modules, no printing, and it
+    keeps numbers that modules hold as attributes. Parameters are read where they lie: ``optimizer.step()`` and
+    ``load_state_dict`` change them in place; where they are put elsewhere, the call is another kind and captured anew. Dropout
+    of torch and of gpupipe draws anew at each replay. A step that is captured whole must clear its own gradients.
 
     Args:
         target: a module, or a function that does a whole step with its backward and optimizer. What a step returns has no
@@ -96,6 +105,10 @@ class AdaptiveGraph:
         for name, value in (("capture_frequency", capture_frequency), ("max_graphs", max_graphs)):
             if value < 1:
                 raise ConfigError(f"{name}={value} is below 1", fix=f"give {name} a whole number from 1 on")
+        if not callable(target):
+            raise ConfigError(f"{target!r} cannot be called", fix="give a module, or a function that does a step")
+        if segments not in ("auto", "off"):
+            raise ConfigError(f"segments={segments!r}", fix="choose 'auto' or 'off'")
         if warmup_steps < 0:
             raise ConfigError(
                 f"warmup_steps={warmup_steps} is below 0", fix="0 captures as soon as a call has come often enough"
@@ -104,7 +117,7 @@ class AdaptiveGraph:
             _check_optimizer(optimizer)
         self.target = target
         self._module = target if isinstance(target, torch.nn.Module) else None
-        self._function: Callable[..., Any] = target.forward if isinstance(target, torch.nn.Module) else target
+        self._function: Callable[..., Any] = target
         self._warmup, self._frequency, self._most = warmup_steps, capture_frequency, max_graphs
         self._retries = int(_from_environment(RETRY, 1, lowest=0))
         self._threshold = _from_environment(THRESHOLD, 0.2, lowest=0)
@@ -117,7 +130,7 @@ class AdaptiveGraph:
         self._pending = Pending()
         self._seen: dict[Hashable, _Seen] = {}
         self._cut: tuple[Callable[..., Any], list[AdaptiveGraph]] | None = None
-        self._calls = self._hits = self._late_calls = self._late_hits = self._launches = 0
+        self._calls = self._hits = self._late_calls = self._late_hits = self._launches = self._held_up = 0
         self._failures: dict[str, None] = {}
         self._given_up: str | None = None if self._recorder is not None else f"there are no graphs on {self._device}"
 
@@ -129,17 +142,25 @@ class AdaptiveGraph:
         self._late_calls += late
         if self._cut is not None:
             return self._in_segments(late, *args, **kwargs)
+        if _paused or torch.is_inference_mode_enabled():
+            return self._plainly(*args, **kwargs)
         tensors: list[torch.Tensor] = []
-        structure = apart((args, kwargs), tensors)
+        try:
+            structure = apart((args, kwargs), tensors)
+        except Opaque as what:
+            self._fail(f"{what} among the arguments, which a graph cannot follow")
+            return self._plainly(*args, **kwargs)
         if not plain(tensors, self._device):
             return self._plainly(*args, **kwargs)
-        training = None if self._module is None else sum(module.training for module in self._module.modules())
-        signature = (structure, surroundings(self._device), training)
+        signature = (structure, surroundings(self._device), None if self._module is None else inside(self._module))
         seen = self._seen.get(signature)
         if seen is None:
+            if len(self._seen) >= _REMEMBERED:
+                self._seen = {key: each for key, each in self._seen.items() if each.graphed is not None}
             seen = self._seen[signature] = _Seen(sum(tensor.nbytes for tensor in tensors))
         seen.times += 1
         if self._pending.count:
+            self._held_up += seen.graphed is not None
             return self._plainly(*args, **kwargs)
         if seen.graphed is None and late and self._is_due(seen):
             self._capture(seen, args, kwargs)
@@ -187,15 +208,18 @@ class AdaptiveGraph:
                 self._recorder, self._function, (args, kwargs), parameters, self._pending, with_backward=wanted
             )  # fmt: skip
         except NotCaptured as error:
-            where = _place(error.__cause__ or error)
             seen.failed += 1
             seen.next_try = seen.times + self._frequency
-            if where not in self._failures:
-                self._failures[where] = None
-                log.warning("[%s] a call was not captured as a graph: %s", GraphError.code, where)
+            self._fail(_place(error.__cause__ or error))
             if self._may_cut and seen.failed > self._retries:
                 self._cut = in_segments(self._function, self._like_this)
                 log.warning("it is cut at such places, and what lies between them is captured")
+
+    def _fail(self, what: str) -> None:
+        """Tells once what was not captured."""
+        if what not in self._failures and len(self._failures) < _TOLD:
+            self._failures[what] = None
+            log.warning("[%s] a call was not captured as a graph: %s", GraphError.code, what)
 
     def _like_this(self, function: Callable[..., Any]) -> AdaptiveGraph:
         """For a segment: with a pool of its own, for its forward is followed by those of others before its backward."""
@@ -232,6 +256,7 @@ class AdaptiveGraph:
             pool_bytes=sum(each.pool_bytes for each in reports) + (self._recorder.pool_bytes if self._recorder else 0),
             launches_saved=self._launches + sum(each.launches_saved for each in reports),
             failures=tuple(self._failures),
+            held_up=self._held_up,
             given_up=self._given_up,
         )
 
@@ -253,17 +278,28 @@ class AdaptiveGraph:
         return Installed(self, self._module)
 
 
+@contextmanager
+def paused() -> Iterator[None]:
+    """All calls run as they are for the time of the block, in all threads: so that hooks of modules see them."""
+    _paused.append(None)
+    try:
+        yield
+    finally:
+        _paused.pop()
+
+
 class Installed:
     """Graphs in the place of a module's ``forward``, until :meth:`remove` or the end of a ``with`` block."""
 
     def __init__(self, graph: AdaptiveGraph, module: torch.nn.Module) -> None:
-        self.graph, self._module = graph, module
-        module.forward = graph  # type: ignore[method-assign,assignment]
+        self.graph = graph
+        graph._function = forward_of(module)
+        self._replaced = Replaced(module, graph)
 
     def remove(self) -> None:
         """Gives the module its own ``forward`` back; may be called again."""
-        if self._module.__dict__.get("forward") is self.graph:
-            del self._module.forward
+        self._replaced.undo()
+        self.graph._function = self.graph.target
 
     def __enter__(self) -> AdaptiveGraph:
         return self.graph

@@ -9,15 +9,21 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from gpupipe.train.graphs.recorder import Recorder, Recording
-from gpupipe.train.graphs.signature import apart, together
+from gpupipe.errors import GraphError
+from gpupipe.train.graphs.recorder import NotCaptured, Recorder, Recording
+from gpupipe.train.graphs.signature import Opaque, apart, together
 
 
 class Pending:
-    """Forwards that were replayed and whose backward has not: till then no graph of the pool may run over what they keep."""
+    """Forwards that were replayed and whose backward has not: till then no graph of the pool may run over what they keep.
+
+    Attributes:
+        count: how many there are.
+        replays: forwards replayed so far.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.replays = 0
 
     def open(self) -> _Token:
         return _Token(self)
@@ -81,7 +87,10 @@ class Graphed:
         ]  # fmt: skip
         """Inputs that the call writes to, such as running means: what was given is to have it too."""
         self._outputs: list[torch.Tensor] = []
-        apart(self._made, self._outputs)
+        try:
+            apart(self._made, self._outputs)
+        except Opaque as what:
+            raise NotCaptured(f"the call returns {what}, which a graph cannot hand out") from None
         self._backward: Recording | None = None
         self.differentiable = [with_backward and output.requires_grad for output in self._outputs]
         among = {id(each) for each in inputs}
@@ -124,17 +133,28 @@ class Graphed:
             for own, given in zip(self._inputs, inputs, strict=True):
                 if own is not given:
                     own.copy_(given, non_blocking=True)
+            self._pending.replays += 1
             self._forward.replay()
             for place in self._changed:
                 inputs[place].copy_(self._inputs[place])
             return tuple(output.clone() for output in self._outputs)
 
-    def open(self) -> _Token:
-        return self._pending.open()
+    def open(self) -> tuple[_Token, int]:
+        """(what holds up other replays until the backward, the number of this one)."""
+        return self._pending.open(), self._pending.replays
 
-    def replay_backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of inputs and parameters: copies, which autograd may keep or add to."""
+    def replay_backward(self, grads: Sequence[torch.Tensor | None], number: int) -> list[torch.Tensor | None]:
+        """Gradients of inputs and parameters: copies, which autograd may keep or add to.
+
+        Raises:
+            GraphError: when another forward has run over what this one kept: of a backward that comes a second time.
+        """
         assert self._backward is not None
+        if number != self._pending.replays:
+            raise GraphError(
+                "a second backward of a call that was replayed, after another call was: its memory has been used again",
+                fix="call backward() before the next forward, or run this one within gpupipe.train.graphs.paused()",
+            )
         given = [grad for grad, wanted in zip(grads, self.differentiable, strict=True) if wanted]
         for own, grad in zip(self._grad_outputs, given, strict=True):
             if grad is None:
@@ -149,7 +169,9 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, graphed: Graphed, count: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outputs = graphed.replay(tensors[:count])
-        ctx.graphed, ctx.token = graphed, graphed.open()
+        ctx.graphed = graphed
+        ctx.token, ctx.number = graphed.open()
+        ctx.save_for_backward(*graphed.parameters)  # changed before the backward, they are an error, as without a graph
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[one for one, wanted in zip(outputs, graphed.differentiable, strict=True) if not wanted])
         return outputs
@@ -157,7 +179,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        made = ctx.graphed.replay_backward(grads)
+        _ = ctx.saved_tensors
+        made = ctx.graphed.replay_backward(grads, ctx.number)
         ctx.token.close()
         return (None, None, *made)
 

@@ -22,6 +22,8 @@ class GraphReport:
     pool_bytes: int
     launches_saved: int
     """Kernels, copies and the like that a replay launched at once instead of one by one."""
+    held_up: int = 0
+    """Calls that could have been replayed but for an earlier one whose backward had not run, as of losses that are kept."""
     failures: tuple[str, ...] = field(default=())
     """What could not be captured, and where."""
     given_up: str | None = None
@@ -34,6 +36,8 @@ class GraphReport:
         ]
         if self.segments:
             lines.append(f"in {self.segments} segments")
+        if self.held_up:
+            lines.append(f"{self.held_up} calls ran as they are while an earlier one still waited for its backward")
         lines += [f"not captured: {failure}" for failure in self.failures]
         if self.given_up is not None:
             lines.append(f"given up: {self.given_up}")

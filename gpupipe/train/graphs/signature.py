@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from gpupipe.ops import settings
+from gpupipe.train import switches
+from gpupipe.types import Batch
+
 _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-"""Kinds of which equal ones are the same to a graph. Any other object is told by its identity."""
+"""Kinds of which equal ones are the same to a graph."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_MAPPINGS = (dict, OrderedDict, Batch)
+
+
+class Opaque(Exception):
+    """Of such an object nobody here knows what a graph would have to follow."""
 
 
 def apart(value: Any, found: list[torch.Tensor]) -> Hashable:
-    """The structure of a value; its tensors are appended to ``found``, in order."""
+    """The structure of a value; its tensors are appended to ``found``, in order.
+
+    Raises:
+        Opaque: for anything but tensors, plain values, and dicts, batches, lists and tuples of these.
+    """
     if isinstance(value, torch.Tensor):
         found.append(value)
         return _kind(value)
-    if isinstance(value, Mapping):
+    if type(value) in _MAPPINGS:
         return type(value), tuple((name, apart(part, found)) for name, part in value.items())
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         return type(value), tuple(apart(part, found) for part in value)
-    if isinstance(value, _VALUES):
+    if type(value) in _VALUES:
         return type(value), value
-    return type(value), id(value)
+    raise Opaque(f"a {type(value).__module__}.{type(value).__qualname__}")
 
 
 def together(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
@@ -32,17 +46,18 @@ def together(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
         return next(tensors)
     if isinstance(value, Mapping):
         parts = {name: together(part, tensors) for name, part in value.items()}
-        like = getattr(value, "like", None)  # a batch keeps what goes with its tensors
-        return like(parts) if like is not None else parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
-    if isinstance(value, list | tuple):
+        return value.like(parts) if isinstance(value, Batch) else type(value)(parts)  # type: ignore[call-arg]
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         made = [together(part, tensors) for part in value]
         return type(value)(*made) if hasattr(value, "_fields") else type(value)(made)
     return value
 
 
 def plain(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether all are ordinary tensors of this device."""
-    return all(type(tensor) in _PLAIN and tensor.device == device for tensor in tensors)
+    """Whether all are ordinary tensors of this device, each once."""
+    if len({tensor.data_ptr() for tensor in tensors if tensor.numel()}) < sum(tensor.numel() > 0 for tensor in tensors):
+        return False  # what is written to the one would have to show in the other
+    return all(type(each) in _PLAIN and each.device == device and each.layout == torch.strided for each in tensors)
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:
@@ -53,11 +68,22 @@ def _kind(tensor: torch.Tensor) -> Hashable:
 
 
 def surroundings(device: torch.device) -> Hashable:
-    """What besides its arguments decides what a call does: gradients, autocast, determinism."""
+    """What besides its arguments decides what a call does: gradients, autocast, determinism, the switches of ops and fusing."""
     autocast = torch.is_autocast_enabled(device.type)
     return (
         torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
         torch.get_autocast_dtype(device.type) if autocast else None,
         torch.are_deterministic_algorithms_enabled(),
+        settings.state(),
+        switches.state(),
     )
+
+
+def inside(module: torch.nn.Module) -> Hashable:
+    """What of a module decides what it does: its parts, their modes, where their tensors lie and which get gradients."""
+    found: list[Hashable] = []
+    for part in module.modules():
+        found.append((id(part), type(part), part.training, id(part.__dict__.get("forward"))))
+        found += [(each.data_ptr(), each.requires_grad) for each in part._parameters.values() if each is not None]
+        found += [each.data_ptr() for each in part._buffers.values() if each is not None]
+    return tuple(found)
