@@ -37,8 +37,9 @@ def test_batches_come_prepared_and_in_order() -> None:
                 found.append(float(made["doubled"][0]))
                 due.append(run.due)
             assert found == [2.0 * k for k in range(7)], epoch
-            assert due == [False, False, True, False, False, True, False]
-            assert run.share == pytest.approx(1 / 3)
+            assert due == [False, False, True, False, False, True, True], "the last one ends a step, too"
+            assert run.share == 1.0, "which it has for itself"
+            assert len(run) == 7
     assert set(seen) == {("gpupipe-prepare", False)}
     assert not threads()
 
@@ -138,6 +139,47 @@ def test_state_is_that_of_the_loop_and_not_of_the_thread(clips: dict[str, Path])
             run.state_dict()
 
 
+def test_a_state_amid_a_step_is_that_before_it(clips: dict[str, Path]) -> None:
+    """Its gradients are in no checkpoint: its batches come again."""
+    options: dict[str, Any] = {
+        "clip": {"frames": 4}, "transform": {"size": 24, "dtype": "float32"}, "batch": 2, "device": "cpu", "seed": 3,
+    }  # fmt: skip
+    paths = [clips[name] for name in ("h264", "mpeg4", "vp9")] * 4
+    with VideoLoader(paths, **options) as loader, PipelineExecutor(loader, accumulate=2) as run:
+        states = []
+        for _ in run:
+            states.append(run.state_dict()["samples"])
+    assert states == [0, 4, 4, 8, 8, 12]
+
+
+def test_closing_from_elsewhere_ends_a_loop_that_waits() -> None:
+    gate = threading.Event()
+
+    def source() -> Iterator[int]:
+        yield 0
+        gate.wait(30)
+        yield 1
+
+    run = PipelineExecutor(source(), device="cpu")
+    iterator = iter(run)
+    assert next(iterator) == 0
+    closer = threading.Timer(0.2, lambda: (gate.set(), run.close()))
+    closer.start()
+    seen = []
+    with pytest.raises(ClosedError, match="has ended"):
+        seen = [next(iterator), next(iterator)]
+    closer.join()
+    assert seen == []
+    assert not threads()
+
+
+def test_an_iteration_that_nobody_begins_has_no_thread() -> None:
+    run = PipelineExecutor([1, 2], device="cpu")
+    assert list(zip([], run, strict=False)) == []
+    assert not threads()
+    run.close()
+
+
 def test_metrics_are_means_between_calls() -> None:
     metrics = Metrics()
     assert metrics.means() == {}
@@ -176,5 +218,5 @@ def test_overlap_counts_time_once() -> None:
 
 @pytest.mark.parametrize("name", ["accumulate", "ahead"])
 def test_wrong_numbers_are_named(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}=0 is below 1"):
+    with pytest.raises(ConfigError, match=f"{name}=0 is no whole number"):
         PipelineExecutor([1], device="cpu", **{name: 0})

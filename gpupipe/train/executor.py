@@ -12,6 +12,7 @@ import torch
 
 from gpupipe.device.stream import hand_over
 from gpupipe.errors import ClosedError, ConfigError
+from gpupipe.telemetry import log
 from gpupipe.train.metrics import Metrics
 from gpupipe.train.timeline import Mark, Span, Timeline, overlap
 
@@ -47,8 +48,10 @@ class PipelineExecutor(Generic[T, P]):
 
     Attributes:
         index: batches handed out in this iteration so far.
-        due: True when the batch handed out last ends a step of the optimizer.
-        share: 1 / ``accumulate``: times the mean losses of a step's batches it adds up to that of the step.
+        due: True when the batch handed out last ends a step of the optimizer: the last of ``accumulate``, or of a loader that
+            has a length. Without one, batches at the end of an epoch that are too few for a step are left in the gradients.
+        share: one over the batches of the step that the batch handed out last is part of: times their mean losses it adds up to
+            that of the step.
 
     Raises:
         ConfigError: for numbers below 1.
@@ -65,8 +68,8 @@ class PipelineExecutor(Generic[T, P]):
         timeline: bool = False,
     ) -> None:
         for name, value in (("accumulate", accumulate), ("ahead", ahead)):
-            if value < 1:
-                raise ConfigError(f"{name}={value} is below 1", fix=f"give {name} a whole number from 1 on")
+            if not isinstance(value, int) or value < 1:
+                raise ConfigError(f"{name}={value!r} is no whole number from 1 on", fix=f"give {name} a whole number from 1 on")
         self._batches, self._prepare = batches, prepare
         self._accumulate, self._ahead = accumulate, ahead
         found = device if device is not None else getattr(batches, "device", None)
@@ -79,17 +82,34 @@ class PipelineExecutor(Generic[T, P]):
         self._state: Mapping[str, Any] | None = None
         self._closed = False
         self.index = 0
-        self.share = 1.0 / accumulate
+        self._length: int | None = None
 
     @property
     def due(self) -> bool:
-        return self.index > 0 and self.index % self._accumulate == 0
+        return self.index > 0 and (self.index % self._accumulate == 0 or self.index == self._length)
+
+    @property
+    def share(self) -> float:
+        length = self._length
+        if length is None or self.index <= length // self._accumulate * self._accumulate:
+            return 1.0 / self._accumulate
+        return 1.0 / (length % self._accumulate)
+
+    def __len__(self) -> int:
+        """Batches of an iteration, as the loader's.
+
+        Raises:
+            TypeError: when it has no length.
+        """
+        return len(self._batches)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[P]:
         if self._closed:
             raise ClosedError("this PipelineExecutor is closed", fix="make another one")
         self._end()
-        self.index, self._begun = 0, None
+        self.index, self._begun, self._length = 0, None, _length_of(self._batches)
+        source = getattr(self._batches, "state_dict", None)
+        self._state = source() if callable(source) else None
         self._work = _Work(self._batches, self._prepare, self._ahead, self.device, self._stream, self._timeline)
         return self._handed_out(self._work)
 
@@ -103,7 +123,8 @@ class PipelineExecutor(Generic[T, P]):
                 if made.ready is not None:
                     hand_over(tensors_in(made.value), [made.ready], torch.cuda.current_stream(self.device))
                 self.index += 1
-                self._state = made.state
+                if self.due or made.state is None:
+                    self._state = made.state
                 if self._timeline is not None:
                     self._begun = self._timeline.mark()
                 yield made.value
@@ -139,14 +160,15 @@ class PipelineExecutor(Generic[T, P]):
         return overlap(self.timeline(), PREPARE, TRAIN)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state once the batch handed out last is the last one received: those under way do not count.
+        """The loader's state behind the last step of the optimizer: batches under way do not count, and those handed out for a
+        step that is not complete come again.
 
         Raises:
             ConfigError: when the batches carry no state, as those of a VideoLoader do.
         """
         if self._state is None:
             source = getattr(self._batches, "state_dict", None)
-            if source is not None and self.index == 0 and self._work is None:
+            if source is not None and self._work is None:
                 return dict(source())
             raise ConfigError(
                 "the batches carry no state, and the loader's own is ahead of the loop",
@@ -203,7 +225,7 @@ class _Work(Generic[T, P]):
         self._stop = False
         self._over = False
         self._thread = threading.Thread(target=self._run, name="gpupipe-prepare", daemon=True)
-        self._thread.start()
+        self._begun = False
 
     def _run(self) -> None:
         try:
@@ -238,9 +260,10 @@ class _Work(Generic[T, P]):
             BaseException: what iterating or preparing raised.
         """
         if self._over:
-            raise ClosedError(
-                "this iteration of a PipelineExecutor has ended", fix="go on with the newer one, or iterate again"
-            )
+            raise _ended()
+        if not self._begun:  # one that nobody takes from has no thread
+            self._begun = True
+            self._thread.start()
         made = self._made.get()
         self._room.release()
         if isinstance(made, BaseException):
@@ -250,15 +273,28 @@ class _Work(Generic[T, P]):
 
     def end(self) -> None:
         """Ends the thread, behind the batch it is at."""
+        if self._over and not self._thread.is_alive():
+            return
         self._stop = self._over = True
         self._room.release()
-        if self._thread is not threading.current_thread():
+        if self._begun and self._thread is not threading.current_thread():
             self._thread.join(_END_SECONDS)
-        while True:  # what nobody takes is not to be kept
-            try:
-                self._made.get_nowait()
-            except queue.Empty:
-                return
+            if self._thread.is_alive():
+                log.warning("a batch is still being prepared after %.0f s: its thread ends behind it", _END_SECONDS)
+        while not self._made.empty():  # what nobody takes is not to be kept
+            self._made.get()
+        self._made.put(_ended())  # for a loop that waits, where this is called from elsewhere
+
+
+def _ended() -> ClosedError:
+    return ClosedError("this iteration of a PipelineExecutor has ended", fix="go on with the newer one, or begin again")
+
+
+def _length_of(batches: Any) -> int | None:
+    try:
+        return len(batches)
+    except TypeError:
+        return None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
