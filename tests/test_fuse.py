@@ -683,3 +683,16 @@ def test_modules_to_write_with() -> None:
     for wrong in (lambda: Mlp(4, 4, "relu"), lambda: Mlp(4, 4, dropout=2), lambda: GridAttention(10, 3)):  # type: ignore[arg-type]
         with pytest.raises(ConfigError):
             wrong()
+
+
+def test_a_layer_replaced_behind_the_first_check_is_heeded() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    x = torch.randn(3, 8)
+    fuse(model)
+    model(x)
+    model[1] = nn.ReLU()
+    assert torch.equal(model(x), model[2](torch.relu(model[0](x))))
+    model.append(nn.Tanh())
+    assert torch.equal(model(x), torch.tanh(model[2](torch.relu(model[0](x)))))
+    unfuse(model)

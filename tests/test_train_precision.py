@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -264,3 +265,68 @@ def test_files_that_are_no_checkpoint_are_named(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=words) as raised:
             load_checkpoint(tmp_path / f"{name}.pt")
         assert name in str(raised.value)
+
+
+def test_a_bad_clip_now_and_then_does_not_bring_the_scale_to_nothing() -> None:
+    model = nn.Linear(4, 1)
+    precision = Precision({"dtype": "float16", "initial_scale": 16.0, "min_scale": 2.0}, "cpu")
+    optimizer = torch.optim.SGD(precision.prepare(model), lr=0.1)
+    for _ in range(10):
+        precision.backward(model(torch.full((1, 4), torch.inf)).sum())
+        precision.step(optimizer)
+    assert float(precision.scale) == 2.0
+    with pytest.raises(ConfigError, match="below min_scale"):
+        Precision({"initial_scale": 0.5})
+
+
+def test_weights_loaded_into_the_model_alone_stay() -> None:
+    model = nn.Linear(4, 1)
+    precision = Precision({"dtype": "bfloat16", "master_weights": True}, "cpu")
+    optimizer = torch.optim.SGD(precision.prepare(model), lr=0.0)
+    exact = {name: value.clone() for name, value in precision.masters.items()}
+    model.load_state_dict(model.state_dict())
+    assert all(torch.equal(precision.masters[name], value) for name, value in exact.items()), "their own, rounded"
+    model.load_state_dict({name: torch.full_like(value, 5.0) for name, value in model.state_dict().items()})
+    precision.backward(model(torch.ones(1, 4, dtype=torch.bfloat16)).sum())
+    precision.step(optimizer)
+    assert all(bool((value == 5).all()) for value in model.parameters())
+
+
+@pytest.mark.parametrize("clip", [-1.0, 0.0, float("nan"), float("inf")])
+def test_a_norm_that_is_none_is_refused(clip: float) -> None:
+    model = nn.Linear(4, 1)
+    precision = Precision({"dtype": "float32"}, "cpu")
+    optimizer = torch.optim.SGD(precision.prepare(model), lr=0.1)
+    precision.backward(model(torch.ones(1, 4)).sum())
+    with pytest.raises(ConfigError, match="is no norm"):
+        precision.step(optimizer, clip=clip)
+
+
+def test_a_model_elsewhere_is_told() -> None:
+    with pytest.raises(ConfigError, match="is on meta"):
+        Precision({"dtype": "float32"}, "cpu").prepare(nn.Linear(2, 2, device="meta"))
+
+
+def test_what_could_not_be_read_again_is_refused_before_the_file_is_touched(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, step=1)
+    for part, says in (
+        (np.float64(0.1), r"best is a numpy\.float64"),
+        ({"a": [np.zeros(2)]}, r"best\['a'\]\[0\] is a numpy\.ndarray"),
+        (nn.Linear(1, 1), "give its state_dict"),
+        (Path("x"), "pathlib"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            save_checkpoint(path, best=part)
+    assert load_checkpoint(path)["step"] == 1
+
+
+def test_a_turned_bit_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    save_checkpoint(path, weights=torch.arange(4096.0))
+    data = bytearray(path.read_bytes())
+    place = data.index(torch.tensor([2000.0, 2001.0]).numpy().tobytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="it is damaged"):
+        load_checkpoint(path)

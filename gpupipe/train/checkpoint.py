@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,14 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
         raise ConfigError(f"cannot write the checkpoint {path}: {error}", fix="name a file in a folder with room") from error
 
 
+def _whole(path: str | os.PathLike[str]) -> None:
+    """Reads all of a file once and holds it against its checksums: torch does not, and turned bits would be other weights."""
+    with zipfile.ZipFile(path) as file:
+        damaged = file.testzip()
+    if damaged is not None:
+        raise ValueError(f"it is damaged: {damaged} is not what was written")
+
+
 def _check(part: Any, place: str) -> None:
     """Refuses what :func:`load_checkpoint` would not read, before an earlier file is replaced."""
     if isinstance(part, Mapping):
@@ -77,9 +86,11 @@ def load_checkpoint(path: str | os.PathLike[str], *, device: torch.device | str 
     Raises:
         ConfigError: for a file that is not there or is no checkpoint of this version.
     """
+    where = torch.device(device)
     try:
-        found: Any = torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        _whole(path)
+        found: Any = torch.load(path, map_location=where, weights_only=True)
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise ConfigError(
             f"cannot read the checkpoint {path}: {str(error).splitlines()[0] if str(error) else type(error).__name__}",
             fix="give a file that save_checkpoint() wrote",
@@ -90,5 +101,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, device: torch.device | str 
             f"{path} is a checkpoint of version {version!r}, this gpupipe reads {VERSION}",
             fix="give a file that save_checkpoint() wrote, or go on with the gpupipe that wrote it",
         )
-    autotune.recall(found["launches"])
+    if not isinstance(found.get("launches"), Mapping):
+        raise ConfigError(f"{path} has no record of launches", fix="give a file that save_checkpoint() wrote")
+    autotune.recall(dict(found["launches"]))
     return {name: part for name, part in found.items() if name not in _OWN}

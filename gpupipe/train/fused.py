@@ -49,6 +49,19 @@ class State:
     decided: dict[Hashable, bool] = field(default_factory=dict)
     passed: dict[Hashable, int] = field(default_factory=dict)
     unserved: set[Hashable] = field(default_factory=set)
+    within: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
+    """The children of each module inside, as they were: another one in the place of one is not what was recognised."""
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether all of them are still there, and no others."""
+        for children, were in self.within:
+            if len(children) != len(were):
+                return False
+            for child, was in zip(children.values(), were, strict=True):
+                if child is not was:
+                    return False
+        return True
 
 
 class Fused(torch.nn.Module):
@@ -96,6 +109,9 @@ class Fused(torch.nn.Module):
             return super().forward(*args, **kwargs) if made is NotImplemented else made
         if switches.as_written_here():
             return super().forward(*args, **kwargs)
+        if not state.unchanged:
+            statistics.written[self.kind, "a layer in it was replaced"] += 1
+            return super().forward(*args, **kwargs)
         if not state.on or not switches.wanted(self.kind):
             statistics.written[self.kind, "switched off"] += 1
             return super().forward(*args, **kwargs)
@@ -138,6 +154,7 @@ class Fused(torch.nn.Module):
 def install(module: torch.nn.Module, mixin: type[Fused], state: State) -> None:
     """Gives a module the fused way."""
     module.__class__ = _fused_class(mixin, type(module))
+    state.within = [(part._modules, tuple(part._modules.values())) for part in module.modules() if part._modules]
     module.__dict__[STATE] = state
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -176,6 +177,8 @@ class Precision:
         Returns:
             The gradients' norm before that, a float32 scalar on the device. Where it is not finite the step was left out.
         """
+        if clip is not None and not 0 < clip < math.inf:
+            raise ConfigError(f"clip={clip!r} is no norm", fix="give a number above 0, or None to shrink nothing")
         values = [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
         if not values:
             raise ConfigError("step() without gradients", fix="call backward() before, on a loss of what the optimizer steps")
