@@ -195,3 +195,21 @@ def test_fusing_behind_it_is_heeded_and_can_be_undone() -> None:
         unfuse(model)
         run().sum().backward()
     assert torch.equal(run(), expected)
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "block"])
+def test_fused_modules_are_checked_on_first_use_all_the_same(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpupipe.train import fuse, statistics
+
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"blocks": nn.ModuleList(nn.LayerNorm(16) for _ in range(2))})
+    fuse(model)
+    kind = type(model["blocks"][0]).__mro__[1]  # type: ignore[index]
+    plain = kind.fused_forward
+    monkeypatch.setattr(kind, "fused_forward", lambda self, x: plain(self, x) * 3)
+    x = torch.randn(4, 16, requires_grad=True)
+    with recompute(model, policy):
+        made = model["blocks"][0](x)  # type: ignore[index]
+        made.sum().backward()
+    assert torch.allclose(made, nn.functional.layer_norm(x, (16,)), atol=1e-5), "as written, for the fused way is wrong"
+    assert statistics.checked[0] > 0

@@ -6,12 +6,14 @@ Both runs work on copies of the arguments, with dropout off, and leave nothing b
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
 from gpupipe.telemetry import log
 from gpupipe.train import statistics
@@ -25,6 +27,7 @@ TF32 = 2e-3
 """In place of that of float32 where products round their factors to TF32."""
 ENOUGH = 8
 """Checks that differ in sizes alone, after which further sizes are taken to pass: batches of many shapes train on."""
+_CHECKPOINTS = (_CachingTorchDispatchMode, _CachedTorchDispatchMode)
 _MOST = 4096
 """Signatures that a module remembers."""
 _GRADIENTS = 4.0
@@ -66,7 +69,8 @@ def decide(module: Fused, state: State, key: Hashable, args: tuple[Any, ...], kw
     if state.passed.get(alike, 0) >= ENOUGH:
         state.decided[key] = True
         return True
-    found = check(module, args, kwargs, state.bound)
+    with _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext():  # a checkpoint's, see _watched
+        found = check(module, args, kwargs, state.bound)
     if found.unserved:
         state.unserved.add(key)
     if found.unserved or found.open:
@@ -84,8 +88,10 @@ def decide(module: Fused, state: State, key: Hashable, args: tuple[Any, ...], kw
 
 
 def _watched() -> bool:
-    """True where tensors are not what they seem, or somebody counts the ops."""
-    return torch._C._len_torch_dispatch_stack() > 0 or torch._C._are_functorch_transforms_active()
+    """True where tensors are not what they seem, or somebody counts the ops. Selective checkpoints do neither: they keep what
+    ops return, which a check's are not to be among."""
+    modes = _get_current_dispatch_mode_stack()
+    return torch._C._are_functorch_transforms_active() or any(type(mode) not in _CHECKPOINTS for mode in modes)
 
 
 def shown(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
