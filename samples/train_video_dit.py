@@ -4,9 +4,9 @@
     python samples/train_video_dit.py videos/ --frames 16 --size 128 --hidden 768 --depth 12 --heads 12 --micro-batch 2
     torchrun --nproc_per_node 8 samples/train_video_dit.py videos/ --out run
 
-Started again with the same --out it goes on from checkpoint.pt, which holds weights, their averages, the optimizer, the loss
-scale and where the data stood, as if it had never stopped. The loss of each step goes to losses.csv, videos that the averaged
-model makes to samples-STEP.gif.
+Ended by SIGTERM it writes a checkpoint first. Started again with the same --out it goes on from checkpoint.pt, which holds
+weights, their averages, the optimizer, the loss scale and where the data stood, as if it had never stopped. The loss of each
+step goes to losses.csv, videos that the averaged model makes to samples-STEP.gif.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import csv
 import hashlib
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -38,7 +39,7 @@ class Trainer:
     """Model, data and what stands between them. All that a run consists of is in :meth:`save`."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.step = options, 0
+        self.options, self.step, self.stopping = options, 0, False
         self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.ranks = dist.get_world_size() if dist.is_initialized() else 1
         self.loader = VideoLoader(
@@ -77,17 +78,19 @@ class Trainer:
             seen = self.watch.after(self.step, parts, *self.train_step(parts))
             if seen is not None:
                 self.note(seen)
-            if self.step % self.options.save_every == 0 or self.step == self.options.steps:
+            if self.stopping or self.step % self.options.save_every == 0 or self.step == self.options.steps:
                 for late in self.watch.settle():
                     self.note(late)
                 self.save()
+            if self.stopping:
+                break
             if self.step % self.options.sample_every == 0 or self.step == self.options.steps:
                 self.show()
 
     def train_step(self, parts: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """One step of the optimizer, by the gradients of all its parts; its loss and the gradients' norm, on the device."""
         for group in self.optimizer.param_groups:
-            group["lr"] = self.options.lr * min(1.0, self.step / self.options.warmup)
+            group["lr"] = self.options.lr * min(1.0, self.step / max(1, self.options.warmup))
         total = torch.zeros((), device=self.device)
         for part in parts:
             with self.model.no_sync() if self.waits(part) else contextlib.nullcontext():  # type: ignore[operator]
@@ -248,7 +251,11 @@ def main() -> None:
         if options.device == "auto" and torch.cuda.is_available():
             options.device = f"cuda:{dist.get_node_local_rank()}"
             torch.cuda.set_device(options.device)
+    for name in ("steps", "batch", "save_every", "sample_every", "sample_steps"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} takes a number from 1 on")
     trainer = Trainer(options)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stopping", True))  # clusters ask before they kill
     with trainer.loader:
         trainer.run()
     if dist.is_initialized():
