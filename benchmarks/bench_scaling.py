@@ -2,7 +2,7 @@
 
     python benchmarks/bench_scaling.py --ranks 1 2 4 8             # on GPUs; writes results/scaling--<gpu>x<ranks>.json
     python benchmarks/bench_scaling.py --device cpu --ranks 1 2    # ranks of gloo
-    python benchmarks/bench_scaling.py --quick --out /tmp/results  # tiny cases of 1 and 2 ranks on the CPU
+    python benchmarks/bench_scaling.py --quick --out /tmp/results  # tiny cases of 2 ranks on the CPU
 
 Each number of ranks is a group that this starts by torchrun, with NCCL on GPUs. Scaling is weak: each rank has as much to do,
 however many there are, and on the CPU as many threads. README.md says what the parts are and what their metrics mean.
@@ -40,6 +40,8 @@ ON_DOUBLE = "rate_of_double"
 GRACE = 10.0
 """Seconds that processes have to be gone after the launcher."""
 NEVER = 1_000_000
+COMPARED, WITHIN = 3, 0.02
+"""First losses that all subjects of ``train`` share, and the share by which they may differ in bf16."""
 Steps = list[list[list[Any]]]
 """Of one rank: of each step, of each of its clips, (epoch, sample, file, hash of the pixels)."""
 
@@ -55,6 +57,7 @@ class Sizes:
         steps: that are timed, in each of ``runs`` windows.
         resume: batches of each rank at each stage; even.
         save_every: steps between checkpoints, of the run that is killed.
+        killed: arguments of that run that are others.
     """
 
     case: Case
@@ -64,6 +67,7 @@ class Sizes:
     runs: int
     resume: int = 8
     save_every: int = 20
+    killed: dict[str, int] = field(default_factory=dict)
     sources: int = 4
     seconds: float = 22.0
 
@@ -92,13 +96,15 @@ class Bench:
     def answers(self, ranks: int, part: str, **given: Any) -> list[dict[str, Any]]:
         """What the ranks of a new group found."""
         task = {"device": self.device, **given}
-        folder = self.new_folder()
-        return answers_of(ranks, part, task, folder, self.timeout, threads=self.threads, variables=self.variables)
+        script = "scaling_train.py" if part == "train" else "scaling_ranks.py"
+        own, variables = self.new_folder(), self.variables
+        return answers_of(ranks, script, part, task, own, self.timeout, threads=self.threads, variables=variables)
 
-    def visits(self, clips: int) -> list[str]:
-        """So many files with names of their own."""
-        case = replace(self.sizes.case, clips=clips)
-        return [visit.path for visit in draw(case, self.sources, self.new_folder(), 0)]
+    def visits(self, clips: int) -> str:
+        """A folder of so many files with names of their own."""
+        folder = self.new_folder()
+        draw(replace(self.sizes.case, clips=clips), self.sources, folder, 0)
+        return str(folder)
 
     def loader(self, **fields: Any) -> dict[str, Any]:
         """The loader's settings."""
@@ -121,13 +127,14 @@ class Bench:
 def loader_rows(bench: Bench, ranks: int) -> list[Row]:
     """The loader alone: its rate in all and of each rank, what it takes of the host, and how busy each rank's engines are."""
     case = f"loader-{bench.sizes.case.name}"
-    epochs = [bench.visits(ranks * bench.sizes.case.clips) for _ in range(bench.sizes.runs)]
+    count = ranks * bench.sizes.case.clips
+    epochs = [bench.visits(count) for _ in range(bench.sizes.runs)]
     found = bench.answers(ranks, "loader", videos=epochs, loader=bench.loader())
     runs = list(zip(*(one["runs"] for one in found), strict=True))
-    if any(sum(one["clips"] for one in run) != len(epochs[0]) for run in runs):
+    if any(sum(one["clips"] for one in run) != count for run in runs):
         raise GroupError(f"not every video came once: {[[one['clips'] for one in run] for run in runs]}")
     each = [one for run in runs for one in run]
-    rates = [len(epochs[0]) / (max(one["end"] for one in run) - min(one["begin"] for one in run)) for run in runs]
+    rates = [count / (max(one["end"] for one in run) - min(one["begin"] for one in run)) for run in runs]
     rows = [
         summarise(case, "gpupipe", "clips_per_s", rates),
         summarise(case, "gpupipe", "clips_per_s_of_a_rank", [one["clips"] / (one["end"] - one["begin"]) for one in each]),
@@ -148,22 +155,30 @@ def loader_rows(bench: Bench, ranks: int) -> list[Row]:
 def train_rows(bench: Bench, ranks: int) -> list[Row]:
     """Steps of the sample's trainer, with DistributedDataParallel and with FSDP2."""
     rows: list[Row] = []
-    case = "train-video-dit"
+    case, losses = "train-video-dit", list[float]()
     for subject, kind in SUBJECTS.items():
         try:
-            rows += steps_of(bench, ranks, case, subject, kind)
+            rows += steps_of(bench, ranks, case, subject, kind, losses)
         except Exception as fault:  # what a subject raises is its result, told in its row
             rows.append(failed(case, subject, DOUBLE["train"], f"{type(fault).__name__}: {fault}"))
     return rows
 
 
-def steps_of(bench: Bench, ranks: int, case: str, subject: str, kind: str) -> list[Row]:
-    """The rows of one subject. A step is as long as on the rank that takes longest."""
+def steps_of(bench: Bench, ranks: int, case: str, subject: str, kind: str, losses: list[float]) -> list[Row]:
+    """The rows of one subject. A step is as long as on the rank that takes longest.
+
+    Args:
+        losses: those of the subjects before, which are this one's too; the first one puts them there.
+    """
     steps, runs, out = bench.sizes.steps, bench.sizes.runs, bench.new_folder()
-    arguments = [*bench.visits(ranks * max(32, 4 * bench.sizes.batch)), *bench.trainer(out=out, warmup=1)]
+    arguments = [bench.visits(4 * ranks * bench.sizes.batch), *bench.trainer(out=out, warmup=1)]
     found = bench.answers(ranks, "train", subject=kind, arguments=arguments, steps=steps, runs=runs)
     if len({one["weights"] for one in found}) > 1:
         raise GroupError(f"the ranks do not have the same weights: {[one['weights'] for one in found]}")
+    own = found[0]["losses"][:COMPARED]
+    if losses and any(abs(one - other) > WITHIN * other for one, other in zip(own, losses, strict=True)):
+        raise GroupError(f"its first losses are {own}, those of {next(iter(SUBJECTS))} {losses}")
+    losses[:] = losses or own
     times = [max(run) for run in zip(*(one["step_ms"] for one in found), strict=True)]
     rows = [
         summarise(case, subject, "samples_per_s", [1000 * ranks * bench.sizes.batch / each for each in times]),
@@ -193,18 +208,23 @@ def unlike(stages: Sequence[Sequence[Steps]], whole: Steps) -> int:
 
 def resume_rows(bench: Bench) -> list[Row]:
     """A run of the loader that goes on under more ranks each time, against one that one rank does without a break."""
-    case, steps, size = "resume-" + "-".join(map(str, bench.ranks)), bench.sizes.resume, bench.sizes.case.batch
+    chain = sorted({1, *bench.ranks})
+    case, steps, size = "resume-" + "-".join(map(str, chain)), bench.sizes.resume, bench.sizes.case.batch
     # The last stage has the end of an epoch in its middle.
-    count = size * (steps * sum(bench.ranks[:-1]) + steps // 2 * bench.ranks[-1])
+    count = size * (steps * sum(chain[:-1]) + steps // 2 * chain[-1])
     given = {"videos": bench.visits(count), "loader": bench.loader(seed=7)}
     stages: list[list[Steps]] = []
+    whole: Steps = []
     state: dict[str, Any] = {}
-    for ranks in bench.ranks:
-        found = bench.answers(ranks, "resume", **given, steps=steps, state=state)
-        stages.append([one["steps"] for one in found])
-        state = found[0]["state"]
-    (alone,) = bench.answers(1, "resume", **given, steps=steps * sum(bench.ranks), state={})
-    total, odd = sum(map(len, alone["steps"])), unlike(stages, alone["steps"])
+    for ranks in chain:
+        runs = [{"state": state, "steps": steps}]
+        if ranks == 1:  # this group makes the run without a break as well, by another loader
+            runs.append({"state": {}, "steps": steps * sum(chain)})
+        found = [one["runs"] for one in bench.answers(ranks, "resume", **given, runs=runs)]
+        stages.append([first["steps"] for first, *_ in found])
+        state = found[0][0]["state"]
+        whole = found[0][1]["steps"] if ranks == 1 else whole
+    total, odd = sum(map(len, whole)), unlike(stages, whole)
     if odd:
         return [failed(case, "gpupipe", "samples_alike", f"{odd} of {total} samples are not those of an uninterrupted run")]
     return [summarise(case, "gpupipe", "samples_alike", [total])]
@@ -213,8 +233,8 @@ def resume_rows(bench: Bench) -> list[Row]:
 def killed_rows(bench: Bench, ranks: int) -> list[Row]:
     """A rank is killed amid training: how soon the group has ended, what it leaves, and that it goes on from its checkpoint."""
     case, every, out = "killed", bench.sizes.save_every, bench.new_folder()
-    script = [str(ROOT / "samples" / "train_video_dit.py"), *bench.visits(ranks * max(32, 4 * bench.sizes.batch))]
-    script += bench.trainer(out=out)
+    script = [str(ROOT / "samples" / "train_video_dit.py"), bench.visits(4 * ranks * bench.sizes.batch)]
+    script += bench.trainer(out=out, **bench.sizes.killed)
     script += ["--save-every", str(every), "--steps"]
     with Group(ranks, [*script, str(NEVER)], out / "killed.txt", threads=bench.threads, variables=bench.variables) as group:
         group.wait_for(f"checkpoint behind step {every}\n", bench.timeout)
@@ -314,9 +334,10 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
         small = {"frames": 8, "size": 32, "hidden": 128, "depth": 4, "heads": 4}
         case = replace(case_of(options.case or "h264-256p-g250-s1"), size=112, clips=64)
         return Sizes(case, small, batch=4, steps=4, runs=options.runs)
+    few = {"hidden": 256, "depth": 4, "heads": 4}  # so that a checkpoint takes no minutes
     large: dict[str, Any] = {"frames": 16, "size": 256, "hidden": 1024, "depth": 16, "heads": 16, "patch": (1, 16, 16)}
     case = replace(case_of(options.case or "h264-1080p-g250-s1"), clips=400)
-    return Sizes(case, large, batch=8, steps=20, runs=options.runs)
+    return Sizes(case, large, batch=4, steps=20, runs=options.runs, killed=few)
 
 
 def main() -> None:
@@ -331,14 +352,16 @@ def main() -> None:
     command.add_argument("--timeout", type=float, default=300.0, help="seconds that a group may take")
     command.add_argument("--media", type=Path, default=Path(tempfile.gettempdir()) / "gpupipe-bench", help="where videos lie")
     command.add_argument("--out", type=Path, default=RESULTS)
-    command.add_argument("--quick", action="store_true", help="tiny cases of 1 and 2 ranks on the CPU, to see that it runs")
+    command.add_argument("--quick", action="store_true", help="tiny cases of 2 ranks on the CPU, to see that it runs")
     options = command.parse_args()
     if options.quick:
         options.device = "cpu"
     elif options.device == "auto":
         options.device = "cuda" if torch.cuda.is_available() else "cpu"
     most = torch.cuda.device_count() if options.device == "cuda" else 2
-    ranks = sorted(set(options.ranks or [number for number in (1, 2, 4, 8) if number <= most]))
+    ranks = sorted(
+        set(options.ranks or [number for number in (1, 2, 4, 8) if number <= most and (number > 1 or not options.quick)])
+    )
     if ranks[0] < 1:
         command.error("--ranks counts from 1")
     from gpupipe.observe.measure import machine_facts

@@ -136,21 +136,31 @@ class Group:
 
 
 def answers_of(
-    ranks: int, part: str, given: dict[str, Any], folder: Path, seconds: float, *, threads: int, variables: dict[str, str]
+    ranks: int,
+    script: str,
+    part: str,
+    given: dict[str, Any],
+    folder: Path,
+    seconds: float,
+    *,
+    threads: int,
+    variables: dict[str, str],
 ) -> list[dict[str, Any]]:
-    """What each rank of a group that does a part of scaling_ranks.py found, in the order of ranks.
+    """What each rank of a group found, in the order of ranks.
 
     Args:
-        given: what it is to do.
-        folder: for its answers and its log; made, and of this group alone.
+        script: of this folder; it gets the part and the group's folder, and writes ``rank<N>.json`` there.
+        given: what it is to do, for ``task.json``: lists of files are too long for a command line.
+        folder: made, and of this group alone.
         seconds: after which it is given up.
 
     Raises:
         GroupError: when one of them gave no answer.
     """
     folder.mkdir(parents=True)
-    script = [str(ROOT / "benchmarks" / "scaling_ranks.py"), part, str(folder), json.dumps(given)]
-    with Group(ranks, script, folder / "log.txt", threads=threads, variables=variables) as group:
+    (folder / "task.json").write_text(json.dumps(given), encoding="utf-8")
+    command = [str(ROOT / "benchmarks" / script), part, str(folder)]
+    with Group(ranks, command, folder / "log.txt", threads=threads, variables=variables) as group:
         status = group.wait(seconds)
         files = [folder / f"rank{number}.json" for number in range(ranks)]
         if not all(file.exists() for file in files):  # threads of gloo abort a process that has done all, now and then
