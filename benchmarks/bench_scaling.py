@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import csv
 import itertools
+import math
 import os
 import re
 import sys
@@ -40,8 +41,9 @@ ON_DOUBLE = "rate_of_double"
 GRACE = 10.0
 """Seconds that processes have to be gone after the launcher."""
 NEVER = 1_000_000
-COMPARED, WITHIN = 3, 0.02
-"""First losses that all subjects of ``train`` share, and the share by which they may differ in bf16."""
+COMPARED, WITHIN = 3, 0.05
+"""First steps whose losses and gradients' norms all subjects of ``train`` share, and the share by which they may differ in
+bf16."""
 Steps = list[list[list[Any]]]
 """Of one rank: of each step, of each of its clips, (epoch, sample, file, hash of the pixels)."""
 
@@ -147,6 +149,9 @@ def loader_rows(bench: Bench, ranks: int) -> list[Row]:
         if None in busy or None in used:
             rows.append(failed(case, "gpupipe", f"nvdec_percent_of_rank_{rank}", "NVML does not tell"))
             continue
+        if not min(busy):
+            rows.append(failed(case, "gpupipe", f"nvdec_percent_of_rank_{rank}", f"its engines had nothing to do: {busy}"))
+            continue
         rows.append(summarise(case, "gpupipe", f"nvdec_percent_of_rank_{rank}", busy))
         rows.append(summarise(case, "gpupipe", f"device_mib_of_rank_{rank}", [one / 2**20 for one in used], "lower"))
     return rows
@@ -155,30 +160,28 @@ def loader_rows(bench: Bench, ranks: int) -> list[Row]:
 def train_rows(bench: Bench, ranks: int) -> list[Row]:
     """Steps of the sample's trainer, with DistributedDataParallel and with FSDP2."""
     rows: list[Row] = []
-    case, losses = "train-video-dit", list[float]()
+    case, figures = "train-video-dit", list[tuple[float, float]]()
     for subject, kind in SUBJECTS.items():
         try:
-            rows += steps_of(bench, ranks, case, subject, kind, losses)
+            rows += steps_of(bench, ranks, case, subject, kind, figures)
         except Exception as fault:  # what a subject raises is its result, told in its row
             rows.append(failed(case, subject, DOUBLE["train"], f"{type(fault).__name__}: {fault}"))
     return rows
 
 
-def steps_of(bench: Bench, ranks: int, case: str, subject: str, kind: str, losses: list[float]) -> list[Row]:
+def steps_of(bench: Bench, ranks: int, case: str, subject: str, kind: str, figures: list[tuple[float, float]]) -> list[Row]:
     """The rows of one subject. A step is as long as on the rank that takes longest.
 
     Args:
-        losses: those of the subjects before, which are this one's too; the first one puts them there.
+        figures: loss and norm of the first subject's first steps, which are this one's too; the first one puts them there.
     """
     steps, runs, out = bench.sizes.steps, bench.sizes.runs, bench.new_folder()
-    arguments = [bench.visits(4 * ranks * bench.sizes.batch), *bench.trainer(out=out, warmup=1)]
+    arguments = [bench.visits(4 * ranks * bench.sizes.batch), *bench.trainer(out=out, warmup=1, lr=1e-4)]
     found = bench.answers(ranks, "train", subject=kind, arguments=arguments, steps=steps, runs=runs)
-    if len({one["weights"] for one in found}) > 1:
-        raise GroupError(f"the ranks do not have the same weights: {[one['weights'] for one in found]}")
-    own = found[0]["losses"][:COMPARED]
-    if losses and any(abs(one - other) > WITHIN * other for one, other in zip(own, losses, strict=True)):
-        raise GroupError(f"its first losses are {own}, those of {next(iter(SUBJECTS))} {losses}")
-    losses[:] = losses or own
+    weights = [one["weights"] for one in found]
+    if not math.isclose(min(weights), max(weights), rel_tol=1e-6):
+        raise GroupError(f"the ranks do not have the same weights: their sums are {weights}")
+    compare([(loss, norm) for loss, norm in found[0]["figures"][:COMPARED]], figures)
     times = [max(run) for run in zip(*(one["step_ms"] for one in found), strict=True)]
     rows = [
         summarise(case, subject, "samples_per_s", [1000 * ranks * bench.sizes.batch / each for each in times]),
@@ -187,6 +190,18 @@ def steps_of(bench: Bench, ranks: int, case: str, subject: str, kind: str, losse
     if bench.device == "cuda":
         rows.append(summarise(case, subject, "peak_gb", [one["peak_bytes"] / 1e9 for one in found], "lower"))
     return rows
+
+
+def compare(own: list[tuple[float, float]], figures: list[tuple[float, float]]) -> None:
+    """Keeps the losses and norms of the first subject, and compares those of the others.
+
+    Raises:
+        GroupError: when they are not alike.
+    """
+    figures[:] = figures or own
+    for one, other in zip(own, figures, strict=True):
+        if any(abs(mine - first) > WITHIN * first for mine, first in zip(one, other, strict=True)):
+            raise GroupError(f"(loss, norm) of its first steps are {own}, of the first subject's {figures}")
 
 
 def unlike(stages: Sequence[Sequence[Steps]], whole: Steps) -> int:
@@ -296,6 +311,11 @@ def guarded(part: str, metric: str, better: Any, work: Callable[[], list[Row]]) 
         rows = work()
     except Exception as fault:  # the other parts still count
         rows = [failed(part, "gpupipe", metric, f"{type(fault).__name__}: {fault}", better)]
+    return show(rows)
+
+
+def show(rows: list[Row]) -> list[Row]:
+    """Prints rows, and hands them back."""
     for row in rows:
         shown = f"{row.value:10.2f}  ({row.low:.2f} to {row.high:.2f})" if row.value is not None else f"failed: {row.error}"
         print(f"{row.case:30} {row.subject:14} {row.metric:24} {shown}", file=sys.stderr, flush=True)
@@ -379,7 +399,8 @@ def main() -> None:
         found: dict[int, list[Row]] = {}
         for number in ranks:  # each file as soon as its rows are there, for a run may be ended before its time
             found[number] = group_rows(bench, options.parts, number)
-            found[number] += on_double(found[number], found.get(number // 2, []) if number % 2 == 0 else [])
+            half = found.get(number // 2, []) if number % 2 == 0 else []
+            found[number] += show(on_double(found[number], half))
             if "resume" in options.parts and number == ranks[-1]:
                 found[number] += guarded("resume", "samples_alike", "higher", lambda: resume_rows(bench))
             if found[number]:

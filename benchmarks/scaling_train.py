@@ -31,13 +31,14 @@ class Timed(train_video_dit.Trainer):
     folder: Path
 
     def run(self) -> None:
-        steps, losses, times = train_video_dit.steps_of(self.loader), [], []
+        steps, times = train_video_dit.steps_of(self.loader), list[float]()
+        figures: list[tuple[float, float]] = []
 
         def some(count: int) -> None:
             for parts in itertools.islice(steps, count):
                 self.step += 1
                 seen = self.watch.after(self.step, parts, *self.train_step(parts))
-                losses.extend([seen.loss] if seen is not None else [])
+                figures.extend([(seen.loss, seen.norm)] if seen is not None else [])
 
         some(max(WARM_STEPS, self.given["steps"]))
         for _ in range(self.given["runs"]):
@@ -47,12 +48,12 @@ class Timed(train_video_dit.Trainer):
             some(self.given["steps"])
             synchronise(self.device)
             times.append(1000 * (time.perf_counter() - begin) / self.given["steps"])
-        losses += [seen.loss for seen in self.watch.settle()]
-        if not all(map(math.isfinite, losses)):
-            raise RuntimeError(f"losses that are not finite: {losses}")
+        figures += [(seen.loss, seen.norm) for seen in self.watch.settle()]
+        if not all(map(math.isfinite, itertools.chain(*figures))):
+            raise RuntimeError(f"losses and norms that are not finite: {figures}")
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         weights = sum(float(whole(value.detach()).double().sum()) for value in self.net.parameters())
-        answer_in(self.folder)({"step_ms": times, "peak_bytes": peak, "losses": losses, "weights": weights})
+        answer_in(self.folder)({"step_ms": times, "peak_bytes": peak, "figures": figures, "weights": weights})
         dist.barrier()
 
 

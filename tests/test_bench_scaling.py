@@ -67,6 +67,15 @@ def test_the_rate_of_double_is_against_the_same_subject_of_half_the_ranks() -> N
     assert bench_scaling.on_double(broken, half) == bench_scaling.on_double(rows, broken) == []
 
 
+def test_a_subject_that_trains_otherwise_has_no_figure() -> None:
+    figures: list[tuple[float, float]] = []
+    bench_scaling.compare([(2.0, 0.5), (1.9, 0.4)], figures)
+    bench_scaling.compare([(2.01, 0.501), (1.9, 0.4)], figures)
+    assert figures == [(2.0, 0.5), (1.9, 0.4)]
+    with pytest.raises(GroupError, match="first steps"):
+        bench_scaling.compare([(2.0, 0.5), (1.9, 0.3)], figures)
+
+
 def test_more_ranks_than_gpus_are_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     sizes = bench_scaling.Sizes(bench_scaling.case_of("h264-tiny-s1"), {}, batch=1, steps=1, runs=1)
