@@ -97,16 +97,23 @@ def gpu_slug(name: str | None) -> str:
     return re.sub(r"^nvidia-(geforce-)?", "", words)
 
 
+def machine_slug(machine: dict[str, Any]) -> str:
+    """The name of a machine in that of a file: its GPU's, and behind an ``x`` the ranks where a result is of so many."""
+    ranks = machine.get("ranks")
+    return gpu_slug(machine.get("gpu")) + (f"x{ranks}" if ranks else "")
+
+
 def write_results(
     benchmark: str, rows: Sequence[Row], machine: dict[str, Any], folder: Path = RESULTS, *, keep_other_cases: bool = False
 ) -> Path:
-    """Writes ``<benchmark>--<gpu>.json`` and returns its path. ``machine`` comes from gpupipe.observe.measure.
+    """Writes ``<benchmark>--<gpu>.json`` and returns its path. ``machine`` comes from gpupipe.observe.measure; with ``ranks``
+    in it the file is ``<benchmark>--<gpu>x<ranks>.json``.
 
     With ``keep_other_cases`` the file keeps the rows of cases that are not among ``rows``, so that a long benchmark can be run
     case by case; only rows of the same commit and machine are kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{benchmark}--{gpu_slug(machine.get('gpu'))}.json"
+    path = folder / f"{benchmark}--{machine_slug(machine)}.json"
     kept: list[dict[str, Any]] = []
     if keep_other_cases and path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))

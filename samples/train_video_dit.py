@@ -55,17 +55,25 @@ class Trainer:
         torch.manual_seed(options.seed)  # all ranks begin with the same weights
         patch, size = tuple(options.patch), options.size
         self.config = VideoDiTConfig(options.frames, size, size, patch, options.hidden, options.depth, options.heads)
-        self.net = VideoDiT(self.config).to(self.device)
+        self.net = self.build()
         dtype = options.dtype or ("bfloat16" if self.device.type == "cuda" else "float32")
         self.precision = Precision({"dtype": dtype, "master_weights": options.master_weights}, self.device)
         trained = self.precision.prepare(self.net)
         self.optimizer = torch.optim.AdamW(trained, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
         self.ema = Ema(self.net, options.ema, weights=self.precision.masters)
-        self.model: nn.Module = self.net
-        if self.ranks > 1 and not self.precision.masters:  # the gradients of those are averaged by the precision itself
-            self.model = DistributedDataParallel(self.net)
+        self.model = self.parallel()
         self.watch = Watch(self.net, self.loss_of, self.precision)
         self.checkpoint, self.losses = options.out / "checkpoint.pt", options.out / "losses.csv"
+
+    def build(self) -> VideoDiT:
+        """The model on its device, as the optimizer is to find it."""
+        return VideoDiT(self.config).to(self.device)
+
+    def parallel(self) -> nn.Module:
+        """The model as a step calls it: over several ranks one that averages their gradients."""
+        if self.ranks > 1 and not self.precision.masters:  # the gradients of those are averaged by the precision itself
+            return DistributedDataParallel(self.net)
+        return self.net
 
     def run(self) -> None:
         if self.checkpoint.exists():
@@ -216,7 +224,7 @@ def write_gif(file: Path, videos: torch.Tensor, seconds: float = 0.1) -> None:
     first.save(file, save_all=True, append_images=rest, duration=round(1000 * seconds), loop=0)
 
 
-def main() -> None:
+def main(trainer_of: type[Trainer] = Trainer) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("videos", nargs="*", help="files, folders, patterns or tables; none: a small set is made")
     parser.add_argument("--out", type=Path, default=Path("video_dit_out"))
@@ -254,7 +262,7 @@ def main() -> None:
     for name in ("steps", "batch", "save_every", "sample_every", "sample_steps"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} takes a number from 1 on")
-    trainer = Trainer(options)
+    trainer = trainer_of(options)
     signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stopping", True))  # clusters ask before they kill
     with trainer.loader:
         trainer.run()

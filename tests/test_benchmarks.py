@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def assert_form(data: dict[str, Any], name: str) -> None:
     """Checks a result against the contract in benchmarks/README.md."""
     assert set(data) == {"benchmark", "created", "commit", "machine", "rows"}
-    assert name == f"{data['benchmark']}--{common.gpu_slug(data['machine'].get('gpu'))}.json"
+    assert name == f"{data['benchmark']}--{common.machine_slug(data['machine'])}.json"
     assert data["rows"]
     seen = set()
     for row in data["rows"]:
