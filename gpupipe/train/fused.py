@@ -50,7 +50,8 @@ class State:
     passed: dict[Hashable, int] = field(default_factory=dict)
     unserved: set[Hashable] = field(default_factory=set)
     within: list[tuple[dict[str, Any], tuple[Any, ...]]] = field(default_factory=list)
-    """The children of each module inside, as they were: another one in the place of one is not what was recognised."""
+    """The children of each module inside, as they were, where the fused way goes by them: with another one in the place of one
+    it is not what was recognised."""
 
     @property
     def unchanged(self) -> bool:
@@ -70,6 +71,8 @@ class Fused(torch.nn.Module):
     kind: ClassVar[str]
     whole: ClassVar[bool] = True
     """Nothing in it is fused by itself: the fused way takes what it needs from the modules within."""
+    reads_layers: ClassVar[bool] = False
+    """The fused way goes by which layers were there when it was recognised, and calls none of them."""
 
     @classmethod
     def recognise(cls, module: torch.nn.Module) -> dict[str, Any] | None:
@@ -154,7 +157,8 @@ class Fused(torch.nn.Module):
 def install(module: torch.nn.Module, mixin: type[Fused], state: State) -> None:
     """Gives a module the fused way."""
     module.__class__ = _fused_class(mixin, type(module))
-    state.within = [(part._modules, tuple(part._modules.values())) for part in module.modules() if part._modules]
+    if mixin.reads_layers:
+        state.within = [(part._modules, tuple(part._modules.values())) for part in module.modules() if part._modules]
     module.__dict__[STATE] = state
 
 

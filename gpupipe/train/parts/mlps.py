@@ -122,6 +122,7 @@ class FusedMLP(Fused):
     """linear, activation, linear; with dropout behind either."""
 
     kind = "mlp"
+    reads_layers = True
 
     @classmethod
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
@@ -144,6 +145,7 @@ class FusedLinearAct(Fused):
     """linear, activation, dropout; or linear, dropout and what the caller adds."""
 
     kind = "linear_act"
+    reads_layers = True
 
     @classmethod
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
