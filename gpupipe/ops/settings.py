@@ -25,7 +25,7 @@ _implementations: dict[str, str] = {ALL: "kernel"}
 _precision: list[str] = ["balanced"]
 
 
-class _Undo:
+class Undo:
     """What a setting returns: as a ``with`` block, it puts back what was there before."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
@@ -43,7 +43,7 @@ def _known(value: str, of: object, name: str) -> None:
         raise ConfigError(f"{name} is {value!r}", fix=f"choose one of {', '.join(map(repr, choices))}")
 
 
-def use(implementation: Implementation, *names: str) -> _Undo:
+def use(implementation: Implementation, *names: str) -> Undo:
     """Chooses between the fused kernels and their plain torch twins, so that a doubt can be settled by bisection.
 
     Args:
@@ -73,7 +73,7 @@ def use(implementation: Implementation, *names: str) -> _Undo:
         _implementations.clear()
         _implementations.update(before)
 
-    return _Undo(undo)
+    return Undo(undo)
 
 
 def state() -> Hashable:
@@ -100,7 +100,7 @@ def _transformed() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def precision(mode: Precision) -> _Undo:
+def precision(mode: Precision) -> Undo:
     """Sets what ops do where a call says nothing; ``"balanced"`` at the start.
 
     Args:
@@ -121,7 +121,7 @@ def precision(mode: Precision) -> _Undo:
     def undo() -> None:
         _precision[0] = before
 
-    return _Undo(undo)
+    return Undo(undo)
 
 
 def mode(asked: Precision | None) -> str:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from contextlib import contextmanager
-from types import TracebackType
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from gpupipe.errors import ConfigError
+from gpupipe.ops.settings import Undo
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,20 +30,7 @@ _ALL = "*"
 _here = threading.local()
 
 
-class _Undo:
-    """What a setting returns: as a ``with`` block, it puts back what was there before."""
-
-    def __init__(self, undo: Callable[[], None]) -> None:
-        self._undo = undo
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._undo()
-
-
-def use(way: Way, *what: str | torch.nn.Module) -> _Undo:
+def use(way: Way, *what: str | torch.nn.Module) -> Undo:
     """Chooses how fused modules run, so that a doubt can be settled by bisection. It holds for all threads.
 
     Args:
@@ -88,7 +75,7 @@ def use(way: Way, *what: str | torch.nn.Module) -> _Undo:
         for state, was in were:
             state.on = was
 
-    return _Undo(undo)
+    return Undo(undo)
 
 
 def known(kind: str) -> str:
