@@ -136,7 +136,7 @@ def read(path: PathLike, model: type[Model]) -> Document[Model]:
         training, wrong = _step(step)
         faults = [*faults, *wrong]
         config = None if wrong else config
-        keys |= {place: place for place in _plain_places(step, ())}
+        keys |= dict(_places(step, TrainingConfig, ()))
         under = (root,) if root else ()
         keys = {place: under + key for place, key in keys.items()}
         faults = [Fault(under + fault.place, fault.message, fault.fix) for fault in faults]
@@ -174,14 +174,6 @@ def _step(values: dict[str, Any]) -> tuple[TrainingConfig, list[Fault]]:
         return TrainingConfig(**values), []
     except ConfigError as error:
         return TrainingConfig(), list(error.faults or (Fault((), error.message, error.fix),))
-
-
-def _plain_places(values: dict[str, Any], above: Place) -> Iterator[Place]:
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _plain_places(value, (*above, str(name)))
-        else:
-            yield (*above, str(name))
 
 
 def _made(values: dict[str, Any], layout: str, model: type[Model]) -> tuple[Model | None, dict[Place, Place], list[Fault]]:

@@ -10,6 +10,7 @@ from typing import Any, Generic, Self, TypeVar
 
 import torch
 
+from gpupipe.device.inventory import resolve_device
 from gpupipe.device.stream import hand_over
 from gpupipe.errors import ClosedError, ConfigError
 from gpupipe.telemetry import log
@@ -73,7 +74,7 @@ class PipelineExecutor(Generic[T, P]):
         self._batches, self._prepare = batches, prepare
         self._accumulate, self._ahead = accumulate, ahead
         found = device if device is not None else getattr(batches, "device", None)
-        self.device = torch.device(found) if found is not None else _current_device()
+        self.device = torch.device(found) if found is not None else resolve_device("auto")
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._metrics = Metrics()
         self._timeline = Timeline(self.device) if timeline else None
@@ -307,7 +308,3 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple):
         for part in value:
             yield from tensors_in(part)
-
-
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from gpupipe.config.training import PrecisionConfig
+from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -49,7 +50,7 @@ class Precision:
         self, config: PrecisionConfig | dict[str, Any] | None = None, device: torch.device | str | None = None
     ) -> None:
         self.config = PrecisionConfig.parse(config)
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device) if device is not None else resolve_device("auto")
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.masters: dict[str, torch.Tensor] = {}
         self._low: list[torch.Tensor] = []

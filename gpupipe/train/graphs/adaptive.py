@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError, GraphError
 from gpupipe.telemetry import log
 from gpupipe.train.forwards import Replaced, forward_of
@@ -122,7 +123,7 @@ class AdaptiveGraph:
         self._retries = int(_from_environment(RETRY, 1, lowest=0))
         self._threshold = _from_environment(THRESHOLD, 0.2, lowest=0)
         self._may_cut = segments == "auto" and self._module is not None
-        self._device = torch.device(device) if device is not None else _current_device()
+        self._device = torch.device(device) if device is not None else resolve_device("auto")
         if recorder is None and self._device.type == "cuda":
             recorder = partial(CudaRecorder, self._device)
         self._new_recorder = recorder
@@ -318,9 +319,6 @@ class _Segment(torch.nn.Module):
     def forward(self, *args: Any) -> Any:
         return self._function(*args)
 
-    def parameters(self, recurse: bool = True) -> Any:
-        return iter(())
-
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     for number, group in enumerate(optimizer.param_groups):
@@ -348,10 +346,6 @@ def _from_environment(names: Sequence[str], default: float, *, lowest: float) ->
                 raise ConfigError(f"{name}={text!r} is no number from {lowest:g} on", fix=f"unset {name}, or give it one")
             return value
     return default
-
-
-def _current_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _place(error: BaseException) -> str:
