@@ -36,3 +36,26 @@ class Replaced:
             del self._module.forward
         else:
             self._module.forward = self._before  # type: ignore[method-assign]
+
+
+class Standing:
+    """What stands in the place of a module's ``forward``, and does not go along into copies of the module or files: those have
+    their own ``forward`` again.
+
+    Args:
+        own: the module's own, as :func:`forward_of` gives it.
+        call: what is called instead.
+    """
+
+    def __init__(self, own: Forward, call: Forward) -> None:
+        self._own, self._call = own, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self._own,)
+
+
+def _itself(own: Forward) -> Forward:
+    return own

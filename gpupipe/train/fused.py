@@ -13,12 +13,11 @@ from typing import Any, ClassVar
 import torch
 
 from gpupipe.train import statistics, switches
+from gpupipe.train.made import MADE, reduced
 from gpupipe.train.report import Entry
 from gpupipe.train.switches import STATE
 from gpupipe.train.verify import decide, signature
 
-_BASE = "_gpupipe_written"
-"""The attribute of a fused class that names the class as written."""
 _classes: dict[tuple[type, type], type[torch.nn.Module]] = {}
 
 
@@ -147,11 +146,8 @@ class Fused(torch.nn.Module):
         return f"Fused{type(self).__name__}"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Classes made here have no place that pickle could name: they are made anew from their two halves."""
-        made: Any = super().__reduce_ex__(max(2, int(protocol)))
-        rest = made[2:]
-        mixin, written = _halves(type(self))
-        return (_blank, (mixin, written), *rest)
+        """Classes made here have no place that pickle could name."""
+        return reduced(super().__reduce_ex__(max(2, int(protocol))), type(self))
 
 
 def install(module: torch.nn.Module, mixin: type[Fused], state: State) -> None:
@@ -177,27 +173,17 @@ def _fused_class(mixin: type, written: type) -> type[torch.nn.Module]:
     made = _classes.get((mixin, written))
     if made is None:
         names = {"__module__": written.__module__, "__qualname__": written.__qualname__, "__doc__": written.__doc__}
-        made = type(written)(written.__name__, (mixin, written), {**names, _BASE: written})
+        made = type(written)(written.__name__, (mixin, written), {**names, MADE: (_fused_class, (mixin, written))})
         _classes[mixin, written] = made
     return made
 
 
-def _halves(cls: type) -> tuple[type, type]:
-    for one in cls.__mro__:
-        if _BASE in vars(one):
-            return one.__bases__[0], vars(one)[_BASE]
-    raise TypeError(f"{cls.__name__} is not fused")
-
-
-def _blank(mixin: type, written: type) -> torch.nn.Module:
-    cls = _fused_class(mixin, written)
-    made: torch.nn.Module = cls.__new__(cls)
-    return made
-
-
 def _without(cls: type) -> Any:
-    if _BASE in vars(cls):
-        return vars(cls)[_BASE]
+    maker, parts = vars(cls).get(MADE, (None, ()))
+    if maker is _fused_class:
+        return parts[1]
+    if maker is not None:  # of another part of gpupipe, round the fused class
+        return maker(*(_without(part) if isinstance(part, type) else part for part in parts))
     bases = tuple(_without(base) for base in cls.__bases__)
     if bases == cls.__bases__:
         return cls

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 import os
 import traceback
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +19,14 @@ import torch
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError, GraphError
 from gpupipe.telemetry import log
-from gpupipe.train.forwards import Replaced, forward_of
+from gpupipe.train.arguments import a_device, a_function, of, several, whole
+from gpupipe.train.forwards import Replaced, Standing, forward_of
+from gpupipe.train.graphs.gradients import Gradients
 from gpupipe.train.graphs.graphed import Graphed, Pending
 from gpupipe.train.graphs.recorder import CudaRecorder, NotCaptured, Recorder
 from gpupipe.train.graphs.report import GraphReport
 from gpupipe.train.graphs.segments import in_segments
-from gpupipe.train.graphs.signature import Opaque, apart, inside, plain, surroundings
+from gpupipe.train.graphs.signature import Inside, Opaque, apart, surroundings, unfit
 
 RETRY = ("GPUPIPE_GRAPH_RETRY", "TELETRON_GRAPH_RETRY")
 THRESHOLD = ("GPUPIPE_GRAPH_THRESHOLD", "TELETRON_GRAPH_THRESHOLD")
@@ -36,6 +40,10 @@ _paused: list[None] = []
 """Not empty while :func:`paused`."""
 _PATIENCE = 4
 """Times ``capture_frequency`` calls that smaller shapes wait for the largest one to come again."""
+_WAYS = 8
+"""In which a kind of call finds gradients or an optimizer's numbers, after which it is told that they change too often."""
+_LOOKS = 3
+"""Calls of each kind by which a function shows what it does to gradients: it is seen to clear them once there are some."""
 
 
 @dataclass
@@ -71,7 +79,11 @@ class AdaptiveGraph:
     A captured call does on the host nothing of what the function does: no counters, no hooks of modules, no printing, and it
     keeps numbers that modules hold as attributes. Parameters are read where they lie: ``optimizer.step()`` and
     ``load_state_dict`` change them in place; where they are put elsewhere, the call is another kind and captured anew. Dropout
-    of torch and of gpupipe draws anew at each replay. A step that is captured whole must clear its own gradients.
+    of torch and of gpupipe draws anew at each replay. A step captured whole finds gradients as it did when it was captured
+    (none, or in the same memory), or clears them first; otherwise it runs as it is. What it leaves of them is a copy, yours to
+    keep.
+
+    A copy of a module with graphs installed, and one read from a file, has its own ``forward`` again and no graphs.
 
     Args:
         target: a module, or a function that does a whole step with its backward and optimizer. What a step returns has no
@@ -88,7 +100,8 @@ class AdaptiveGraph:
     0.2) the hit rate under which all is given up, with ``TT_ERR_GRAPH`` in the log.
 
     Raises:
-        ConfigError: for numbers below 1, optimizers that cannot be captured, or a wrong environment variable.
+        ConfigError: for arguments of the wrong kind, numbers below 1, optimizers that cannot be captured, or a wrong
+            environment variable.
     """
 
     def __init__(
@@ -103,18 +116,13 @@ class AdaptiveGraph:
         device: torch.device | str | None = None,
         recorder: Callable[[], Recorder] | None = None,
     ) -> None:
-        for name, value in (("capture_frequency", capture_frequency), ("max_graphs", max_graphs)):
-            if value < 1:
-                raise ConfigError(f"{name}={value} is below 1", fix=f"give {name} a whole number from 1 on")
-        if not callable(target):
-            raise ConfigError(f"{target!r} cannot be called", fix="give a module, or a function that does a step")
+        whole(capture_frequency, "capture_frequency", 1)
+        whole(max_graphs, "max_graphs", 1)
+        whole(warmup_steps, "warmup_steps", 0)
+        a_function(target, "target", "does a step, or a module")
         if segments not in ("auto", "off"):
             raise ConfigError(f"segments={segments!r}", fix="choose 'auto' or 'off'")
-        if warmup_steps < 0:
-            raise ConfigError(
-                f"warmup_steps={warmup_steps} is below 0", fix="0 captures as soon as a call has come often enough"
-            )
-        for optimizer in optimizers:
+        for optimizer in several(optimizers, "optimizers", "a list of optimizers, as optimizers=[optimizer]"):
             _check_optimizer(optimizer)
         self.target = target
         self._module = target if isinstance(target, torch.nn.Module) else None
@@ -123,12 +131,24 @@ class AdaptiveGraph:
         self._retries = int(_from_environment(RETRY, 1, lowest=0))
         self._threshold = _from_environment(THRESHOLD, 0.2, lowest=0)
         self._may_cut = segments == "auto" and self._module is not None
-        self._device = torch.device(device) if device is not None else resolve_device("auto")
+        self._device = a_device(device) if device is not None else resolve_device("auto")
+        if self._device.type == "cuda" and self._device.index is None:
+            self._device = resolve_device("cuda")
+        self._options: dict[str, Any] = {
+            "warmup_steps": warmup_steps, "capture_frequency": capture_frequency, "max_graphs": max_graphs,
+            "segments": segments, "device": self._device, "recorder": recorder,
+        }  # fmt: skip
         if recorder is None and self._device.type == "cuda":
             recorder = partial(CudaRecorder, self._device)
         self._new_recorder = recorder
         self._recorder = recorder() if recorder is not None else None
         self._pending = Pending()
+        self._inside: Callable[[], int] = Inside(self._module) if self._module is not None else int
+        self._gradients = Gradients(optimizers) if self._module is None else None
+        self._looked: Counter[Hashable] = Counter()
+        """Calls of a function that were looked on at, by all but the gradients that they found."""
+        self._found: Counter[Hashable] = Counter()
+        """In how many ways they found gradients."""
         self._seen: dict[Hashable, _Seen] = {}
         self._cut: tuple[Callable[..., Any], list[AdaptiveGraph]] | None = None
         self._calls = self._hits = self._late_calls = self._late_hits = self._launches = self._held_up = 0
@@ -151,29 +171,52 @@ class AdaptiveGraph:
         except Opaque as what:
             self._fail(f"{what} among the arguments, which a graph cannot follow")
             return self._plainly(*args, **kwargs)
-        if not plain(tensors, self._device):
+        if (reason := unfit(tensors, self._device)) is not None:
+            self._fail(f"{reason}, which a graph cannot follow")
             return self._plainly(*args, **kwargs)
-        signature = (structure, surroundings(self._device), None if self._module is None else inside(self._module))
+        kind = (structure, surroundings(self._device))
+        signature = (kind, self._inside() if self._gradients is None else self._gradients.state(kind))
         seen = self._seen.get(signature)
         if seen is None:
-            if len(self._seen) >= _REMEMBERED:
-                self._seen = {key: each for key, each in self._seen.items() if each.graphed is not None}
-            seen = self._seen[signature] = _Seen(sum(tensor.nbytes for tensor in tensors))
+            seen = self._new_kind(kind, signature, sum(tensor.nbytes for tensor in tensors))
         seen.times += 1
         if self._pending.count:
             self._held_up += seen.graphed is not None
             return self._plainly(*args, **kwargs)
-        if seen.graphed is None and late and self._is_due(seen):
-            self._capture(seen, args, kwargs)
+        if seen.graphed is None and late and self._is_due(kind, seen):
+            self._capture(kind, seen, args, kwargs)
         if self._cut is not None:
             return self._in_segments(late, *args, **kwargs)
         if seen.graphed is None:
             self._judge()
-            return self._plainly(*args, **kwargs)
+            return self._looked_on_at(kind, args, kwargs)
         self._hits += 1
         self._late_hits += late
         self._launches += seen.graphed.launches
         return seen.graphed(tensors)
+
+    def _new_kind(self, kind: Hashable, signature: Hashable, size_bytes: int) -> _Seen:
+        if len(self._seen) >= _REMEMBERED:
+            self._seen = {key: each for key, each in self._seen.items() if each.graphed is not None}
+            self._looked.clear()
+            self._found.clear()
+        if self._gradients is not None:
+            self._found[kind] += 1
+            if self._found[kind] == _WAYS:
+                self._fail(
+                    "the gradients or the optimizer's numbers that it finds change from call to call: clear gradients in the"
+                    " step, or by zero_grad(set_to_none=False), and give lr=torch.tensor(…)"
+                )
+        seen = self._seen[signature] = _Seen(size_bytes)
+        return seen
+
+    def _looked_on_at(self, kind: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A call as it is; the first ones of a function show what it does to gradients."""
+        if self._gradients is None or self._looked[kind] >= _LOOKS:
+            return self._plainly(*args, **kwargs)
+        self._looked[kind] += 1
+        with self._gradients.observed(kind):
+            return self._plainly(*args, **kwargs)
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -190,7 +233,9 @@ class AdaptiveGraph:
         self._late_hits += whole and late
         return made
 
-    def _is_due(self, seen: _Seen) -> bool:
+    def _is_due(self, kind: Hashable, seen: _Seen) -> bool:
+        if self._gradients is not None and not self._looked[kind]:
+            return False
         if seen.times < max(self._frequency, seen.next_try) or seen.failed > self._retries:
             return False
         if sum(each.graphed is not None for each in self._seen.values()) >= self._most:
@@ -200,13 +245,14 @@ class AdaptiveGraph:
         waited = seen.times - self._frequency
         return seen is largest or largest.graphed is not None or waited >= _PATIENCE * self._frequency
 
-    def _capture(self, seen: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _capture(self, kind: Hashable, seen: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._recorder is not None
         parameters = list(self._module.parameters()) if self._module is not None else []
         wanted = self._module is not None and torch.is_grad_enabled()
         try:
             seen.graphed = Graphed(
-                self._recorder, self._function, (args, kwargs), parameters, self._pending, with_backward=wanted
+                self._recorder, self._function, (args, kwargs), parameters, self._pending, with_backward=wanted,
+                observed=None if self._gradients is None else self._gradients.observed(kind),
             )  # fmt: skip
         except NotCaptured as error:
             seen.failed += 1
@@ -268,6 +314,16 @@ class AdaptiveGraph:
         if self._recorder is not None:
             self._recorder.release()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdaptiveGraph:
+        """The same for a copy of the target; it has no graphs yet."""
+        return AdaptiveGraph(copy.deepcopy(self.target, memo), **self._options)
+
+    def __reduce__(self) -> Any:
+        raise ConfigError(
+            "an AdaptiveGraph cannot be saved: its graphs are of this process",
+            fix="save its module, or the state_dict() of that",
+        )
+
     def installed(self) -> Installed:
         """For a ``with`` block: the module itself is called by graphs, under its own name, hooks and wrappers included.
 
@@ -294,8 +350,8 @@ class Installed:
 
     def __init__(self, graph: AdaptiveGraph, module: torch.nn.Module) -> None:
         self.graph = graph
-        graph._function = forward_of(module)
-        self._replaced = Replaced(module, graph)
+        graph._function = own = forward_of(module)
+        self._replaced = Replaced(module, Standing(own, graph))
 
     def remove(self) -> None:
         """Gives the module its own ``forward`` back; may be called again."""
@@ -321,6 +377,7 @@ class _Segment(torch.nn.Module):
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    of(torch.optim.Optimizer, optimizer, "one of optimizers", "give optimizers of torch.optim, which a graph can follow")
     for number, group in enumerate(optimizer.param_groups):
         if not group.get("capturable", False):
             raise ConfigError(

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_leaves
 
 from gpupipe.errors import GraphError
+from gpupipe.train.graphs.gradients import Observed, copies
 from gpupipe.train.graphs.recorder import NotCaptured, Recorder, Recording
 from gpupipe.train.graphs.signature import Opaque, apart, together
 
@@ -53,6 +56,7 @@ class Graphed:
         given: (args, kwargs) of a call, which give the structure.
         parameters: beside those among the inputs: get gradients, where ``with_backward``.
         with_backward: a backward may follow; else outputs have no gradient.
+        observed: looks on at a function that runs backwards itself: a replay leaves the gradients that the call would leave.
 
     Raises:
         NotCaptured: when the work cannot be recorded.
@@ -67,6 +71,7 @@ class Graphed:
         pending: Pending,
         *,
         with_backward: bool,
+        observed: AbstractContextManager[Observed] | None = None,
     ) -> None:
         self._pending = pending
         inputs: list[torch.Tensor] = []
@@ -80,7 +85,9 @@ class Graphed:
             with _autocast_without_cache(inputs):
                 self._made = function(*args, **kwargs)
 
-        self._forward = recorder.record(forward)
+        self._cleared: list[torch.Tensor] = []
+        self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._forward = recorder.record(forward) if observed is None else self._looked_on(observed, recorder, forward)
         self._changed = [
             place for place, (each, version) in enumerate(zip(self._inputs, versions, strict=True))
             if each._version != version and not isinstance(each, torch.nn.Parameter)
@@ -99,6 +106,18 @@ class Graphed:
             self._record_backward(recorder)
         self._outputs = [output.detach() for output in self._outputs]
         self._made = together(self._made, iter(self._outputs))
+
+    def _looked_on(
+        self, observed: AbstractContextManager[Observed], recorder: Recorder, forward: Callable[[], None]
+    ) -> Recording:
+        with observed as seen:
+            try:
+                made = recorder.record(forward)
+                self._cleared, self._left = seen.left()
+            finally:
+                seen.restore()
+        seen.check(each for each in tree_leaves(self._made) if isinstance(each, torch.Tensor))
+        return made
 
     def _record_backward(self, recorder: Recorder) -> None:
         ends = [output for output, wanted in zip(self._outputs, self.differentiable, strict=True) if wanted]
@@ -137,6 +156,11 @@ class Graphed:
             self._forward.replay()
             for place in self._changed:
                 inputs[place].copy_(self._inputs[place])
+            for leaf in self._cleared:
+                leaf.grad = None
+            if self._left:
+                for (leaf, _), grad in zip(self._left, copies([grad for _, grad in self._left]), strict=True):
+                    leaf.grad = grad
             return tuple(output.clone() for output in self._outputs)
 
     def open(self) -> tuple[_Token, int]:
@@ -162,7 +186,8 @@ class Graphed:
             else:
                 own.copy_(grad)
         self._backward.replay()
-        return [None if grad is None else grad.clone() for grad in self._grads]
+        made = iter(copies([grad for grad in self._grads if grad is not None]))
+        return [None if grad is None else next(made) for grad in self._grads]
 
 
 class _Replay(torch.autograd.Function):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ _VALUES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch
 """Kinds of which equal ones are the same to a graph."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _MAPPINGS = (dict, OrderedDict, Batch)
+_VALUES_OF, _MODE, _PLACE, _WANTED = dict.values, itemgetter("training"), torch.Tensor.data_ptr, attrgetter("requires_grad")
 
 
 class Opaque(Exception):
@@ -53,11 +56,16 @@ def together(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
     return value
 
 
-def plain(tensors: Sequence[torch.Tensor], device: torch.device) -> bool:
-    """Whether all are ordinary tensors of this device, each once."""
+def unfit(tensors: Sequence[torch.Tensor], device: torch.device) -> str | None:
+    """What is among the tensors that a graph of this device cannot take; None where all are ordinary ones, each once."""
+    for each in tensors:
+        if type(each) not in _PLAIN or each.layout != torch.strided:
+            return f"a {type(each).__name__} of layout {str(each.layout).removeprefix('torch.')} is among the arguments"
+        if each.device != device:
+            return f"a tensor on {each.device}, not on {device}, is among the arguments"
     if len({tensor.data_ptr() for tensor in tensors if tensor.numel()}) < sum(tensor.numel() > 0 for tensor in tensors):
-        return False  # what is written to the one would have to show in the other
-    return all(type(each) in _PLAIN and each.device == device and each.layout == torch.strided for each in tensors)
+        return "one tensor is among the arguments twice: what is written to the one would have to show in the other"
+    return None
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:
@@ -79,11 +87,50 @@ def surroundings(device: torch.device) -> Hashable:
     )
 
 
-def inside(module: torch.nn.Module) -> Hashable:
-    """What of a module decides what it does: its parts, their modes, where their tensors lie and which get gradients."""
-    found: list[Hashable] = []
-    for part in module.modules():
-        found.append((id(part), type(part), part.training, id(part.__dict__.get("forward"))))
-        found += [(each.data_ptr(), each.requires_grad) for each in part._parameters.values() if each is not None]
-        found += [each.data_ptr() for each in part._buffers.values() if each is not None]
-    return tuple(found)
+class Inside:
+    """What of a module decides what it does: its parts, their modes, where their tensors lie and which get gradients.
+
+    Called, it gives a number that stands for all of it as it is now. In a training loop that is as it was at the last call,
+    which is found out by comparing lists; only what has changed is taken down anew.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = module
+        self._numbers: dict[Hashable, int] = {}
+        self._number = self._taken_down()
+
+    def __call__(self) -> int:
+        if not self._as_it_was():
+            self._number = self._taken_down()
+        return self._number
+
+    def _taken_down(self) -> int:
+        self._parts = list(self._module.modules())
+        self._own = [part.__dict__ for part in self._parts]
+        holders = [part.__dict__[name] for part in self._parts for name in ("_modules", "_parameters", "_buffers")]
+        self._holders, self._empty = [each for each in holders if each], [each for each in holders if not each]
+        self._held = list(chain.from_iterable(map(_VALUES_OF, self._holders)))
+        self._types = list(map(type, self._parts))
+        self._modes = list(map(_MODE, self._own))
+        self._forwards = [own.get("forward") for own in self._own]
+        self._tensors = [each for each in self._held if isinstance(each, torch.Tensor)]
+        self._places = list(map(_PLACE, self._tensors))
+        self._wanted = list(map(_WANTED, self._tensors))
+        found = (
+            tuple(map(id, self._parts)), tuple(self._types), tuple(self._modes), tuple(map(id, self._forwards)),
+            tuple(self._places), tuple(self._wanted),
+        )  # fmt: skip
+        return self._numbers.setdefault(found, len(self._numbers))
+
+    def _as_it_was(self) -> bool:
+        held = list(chain.from_iterable(map(_VALUES_OF, self._holders)))
+        return (
+            not any(self._empty)
+            and len(held) == len(self._held)
+            and all(map(is_, held, self._held))
+            and list(map(type, self._parts)) == self._types
+            and list(map(_MODE, self._own)) == self._modes
+            and all(map(is_, [own.get("forward") for own in self._own], self._forwards))
+            and list(map(_PLACE, self._tensors)) == self._places
+            and list(map(_WANTED, self._tensors)) == self._wanted
+        )

@@ -1,0 +1,93 @@
+"""One clear error for an argument of the wrong kind, naming it, what came and what fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+from gpupipe.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def of(kind: type[T], value: Any, name: str, fix: str) -> T:
+    """A value of this class.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is {shown(value)}", fix=fix)
+    return value
+
+
+def a_model(value: Any, name: str = "model") -> torch.nn.Module:
+    """A module."""
+    return of(torch.nn.Module, value, name, f"give {name} a torch.nn.Module")
+
+
+def a_tensor(value: Any, name: str) -> torch.Tensor:
+    """A tensor."""
+    return of(torch.Tensor, value, name, f"give {name} a tensor")
+
+
+def a_function(value: Callable[..., Any], name: str, does: str) -> None:
+    """What can be called."""
+    if not callable(value):
+        raise ConfigError(f"{name} is {shown(value)}, which cannot be called", fix=f"give {name} a function that {does}")
+
+
+def a_mapping(value: Any, name: str, fix: str) -> Mapping[Any, Any]:
+    """A mapping, as ``state_dict()`` gives it."""
+    return of(Mapping, value, name, fix)  # type: ignore[type-abstract]
+
+
+def whole(value: Any, name: str, least: int) -> None:
+    """A whole number from ``least`` on."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name} is {shown(value)}, no whole number", fix=f"give {name} a whole number from {least} on")
+    if value < least:
+        raise ConfigError(f"{name}={value} is below {least}", fix=f"give {name} a whole number from {least} on")
+
+
+def a_number(value: Any, name: str, fits: str) -> None:
+    """A finite number; what else it must be, the caller says in ``fits`` and looks after."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{name} is {shown(value)}", fix=f"{name} is {fits}")
+
+
+def a_device(value: Any, name: str = "device") -> torch.device:
+    """What torch takes for a device."""
+    try:
+        return torch.device(value)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"{name} is {shown(value)}", fix="give 'cpu', 'cuda', 'cuda:1' or a torch.device") from error
+
+
+def names(value: Any, name: str) -> tuple[str, ...]:
+    """Several names; a single one is not taken apart into letters."""
+    if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(one, str) for one in value):
+        raise ConfigError(f"{name} is {shown(value)}", fix=f"give {name} a list of names, as {name}=['…']")
+    return tuple(value)
+
+
+def several(value: Any, name: str, what: str) -> Iterable[Any]:
+    """What can be gone through."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"{name} is {shown(value)}", fix=f"give {name} {what}")
+    return value
+
+
+def shown(value: Any) -> str:
+    """A value as a message names it: short ones as they are, all others by their class."""
+    if isinstance(value, str | int | float | bool | type(None)):
+        text = repr(value)
+        return text if len(text) <= 60 else f"{text[:57]}..."
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

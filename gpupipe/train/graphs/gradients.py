@@ -1,0 +1,170 @@
+"""What a step does to gradients, and with which optimizers: a replay does that again to the memory that the capture found, so
+that it is right only where the call finds it alike."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gpupipe.train.graphs.recorder import NotCaptured
+
+_NUMBERS = (int, float, bool, str, type(None), tuple)
+_MOST = 1024
+"""Kinds of calls that are remembered."""
+
+
+class Gradients:
+    """Of one function: which leaves it was seen to give gradients, and which optimizers it ran.
+
+    Args:
+        optimizers: known from the start.
+    """
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        self._leaves: dict[torch.Tensor, None] = {}
+        self._clears: dict[Hashable, bool] = {}
+        """Kinds of calls that found gradients, and whether they cleared all of them before they added any."""
+        self._optimizers: list[torch.optim.Optimizer] = []
+        for optimizer in optimizers:
+            self._take_on(optimizer)
+
+    def _take_on(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(optimizer is each for each in self._optimizers):
+            self._optimizers.append(optimizer)
+        for group in optimizer.param_groups:
+            self._leaves |= dict.fromkeys(group["params"])
+
+    def state(self, kind: Hashable) -> Hashable:
+        """What such a call finds: the optimizers' numbers, and where gradients lie unless it clears them first."""
+        numbers = tuple(
+            (name, value)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for name, value in group.items()
+            if isinstance(value, _NUMBERS)
+        )
+        return numbers, None if self._clears.get(kind) else tuple([_place(leaf.grad) for leaf in self._leaves])
+
+    @contextmanager
+    def observed(self, kind: Hashable) -> Iterator[Observed]:
+        """Looks on while the function runs."""
+        seen = Observed(self._leaves, self._optimizers, self._clears.get(kind))
+        handle = register_optimizer_step_pre_hook(seen.stepped)
+        before = torch.autograd.backward
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            seen.went_back(tensors, kwargs.get("inputs"))
+            before(tensors, *args, **kwargs)
+
+        torch.autograd.backward = backward
+        try:
+            yield seen
+        finally:
+            torch.autograd.backward = before
+            handle.remove()
+            for optimizer in seen.optimizers:
+                self._take_on(optimizer)
+            self._leaves |= dict.fromkeys(seen.met)
+            if seen.cleared is not None:
+                if len(self._clears) >= _MOST:
+                    self._clears.clear()
+                self._clears[kind] = seen.cleared and self._clears.get(kind, True)
+
+
+class Observed:
+    """One call.
+
+    Attributes:
+        found: each leaf that was known, and the gradient that the call found.
+        met: each leaf that took part, and its gradient when it did so first.
+        optimizers: that took a step.
+        backwards: how many there were.
+    """
+
+    def __init__(
+        self, leaves: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer], clears: bool | None
+    ) -> None:
+        self.found: dict[torch.Tensor, torch.Tensor | None] = {leaf: leaf.grad for leaf in leaves}
+        self.met: dict[torch.Tensor, torch.Tensor | None] = {}
+        self.optimizers: list[torch.optim.Optimizer] = []
+        self.backwards = 0
+        self._known, self._clears = {id(each) for each in optimizers}, clears
+
+    @property
+    def cleared(self) -> bool | None:
+        """Whether all gradients that the call found were cleared before others were added; None where it found none."""
+        pairs = [(grad, self.found[leaf]) for leaf, grad in self.met.items() if self.found.get(leaf) is not None]
+        return all(grad is not found for grad, found in pairs) if pairs else None
+
+    def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.optimizers.append(optimizer)
+        for group in optimizer.param_groups:
+            for value in group["params"]:
+                self.met.setdefault(value, value.grad)
+
+    def went_back(self, tensors: Any, inputs: Any) -> None:
+        self.backwards += 1
+        ends = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        for leaf in leaves_of(ends) if inputs is None else ([inputs] if isinstance(inputs, torch.Tensor) else inputs):
+            self.met.setdefault(leaf, leaf.grad)
+
+    def restore(self) -> None:
+        """Gradients as the call found them: a capture has not filled those that it made."""
+        for leaf, grad in {**self.met, **self.found}.items():
+            leaf.grad = grad
+
+    def left(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """(leaves without a gradient now, those with another one than the call found, and it)."""
+        bare = [leaf for leaf in self.met if leaf.grad is None]
+        return bare, [(leaf, leaf.grad) for leaf in self.met if leaf.grad is not None and leaf.grad is not self.found.get(leaf)]
+
+    def check(self, outputs: Iterable[torch.Tensor]) -> None:
+        """Raises NotCaptured where a replay would not be what the call is."""
+        if self.met.keys() - self.found.keys() or any(id(each) not in self._known for each in self.optimizers):
+            raise NotCaptured("gradients or an optimizer take part in it that did not before")
+        if self._clears and self.cleared is not True:
+            raise NotCaptured("it adds to gradients that other calls like it cleared first")
+        for optimizer in self.optimizers:
+            if any(not group.get("capturable", True) for group in optimizer.param_groups):
+                raise NotCaptured(f"{type(optimizer).__name__} takes a step in it that was not made with capturable=True")
+        if not self.backwards and any(output.requires_grad for output in outputs):
+            raise NotCaptured("it returns what has a gradient, and runs no backward: give AdaptiveGraph the module itself")
+
+
+def leaves_of(ends: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that a backward from ``ends`` gives gradients to."""
+    seen: set[Any] = set()
+    ahead: list[Any] = []
+    for end in ends:
+        if end.grad_fn is not None:
+            ahead.append(end.grad_fn)
+        elif end.requires_grad:
+            yield end
+    while ahead:
+        node = ahead.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if type(node).__name__ == "AccumulateGrad":
+            yield node.variable
+        ahead += [each for each, _ in node.next_functions if each is not None]
+
+
+def copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same values in memory of their own, by few launches."""
+    made = [torch.empty_like(value) for value in values]
+    kinds: dict[torch.dtype, list[int]] = {}
+    for number, value in enumerate(values):
+        kinds.setdefault(value.dtype, []).append(number)
+    with torch.no_grad():
+        for numbers in kinds.values():
+            torch._foreach_copy_([made[number] for number in numbers], [values[number] for number in numbers])
+    return made
+
+
+def _place(grad: torch.Tensor | None) -> int | None:
+    return None if grad is None else grad.data_ptr()
