@@ -210,8 +210,12 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             Precision(fields)
+    precision = Precision()
+    optimizer = adamw(precision.prepare(small()))
     with pytest.raises(ConfigError, match="without gradients"):
-        Precision().step(adamw(Precision().prepare(small())))
+        precision.step(optimizer)
+    with pytest.raises(ConfigError, match=r"before prepare\(\)"):
+        Precision().step(optimizer)
 
 
 def test_averages_follow_the_weights_and_stand_in_for_them() -> None:

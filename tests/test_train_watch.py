@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -270,3 +271,50 @@ def test_wrapped_models_are_looked_into() -> None:
     (report,) = run.run(steps)
     assert report.first is not None
     assert report.first.name == "x"
+
+
+@dataclasses.dataclass
+class Pair:
+    x: torch.Tensor
+    paths: list[str]
+
+
+GIVEN: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor], str]] = {
+    "a tensor": (lambda x: x, lambda batch: batch, "batch,"),
+    "a pair": (lambda x: (x, torch.zeros(len(x))), lambda batch: batch[0], "batch 0,"),
+    "a dataclass": (lambda x: Pair(x, [f"{row}.mp4" for row in range(len(x))]), lambda batch: batch.x, "batch x,"),
+    "a mapping with paths": (
+        lambda x: {"video": {"x": x}, "paths": [f"{row}.mp4" for row in range(len(x))]},
+        lambda batch: batch["video"]["x"],
+        "batch video.x,",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GIVEN)
+@pytest.mark.parametrize("alone", [True, False])
+def test_batches_of_any_kind(kind: str, alone: bool) -> None:
+    """One that is given by itself is not taken apart into its keys or rows; what it holds is named, and its videos."""
+    make, of, named = GIVEN[kind]
+    net, precision = Net(), Precision({"dtype": "float32"})
+    optimizer = torch.optim.AdamW(precision.prepare(net), lr=1e-2, fused=True)
+
+    def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+        return model(of(batch)).square().mean()  # type: ignore[no-any-return]
+
+    watch = Watch(net, loss_of, precision, {"lag": 0})
+    x = torch.ones(3, 4)
+    x[1, 2] = float("nan")
+    batch = make(x)
+    loss = loss_of(net, batch)
+    precision.backward(loss)
+    norm = precision.step(optimizer)
+    alone = alone and kind != "a pair"  # which is taken for two batches
+    seen = watch.after(1, batch if alone else [batch], loss.detach(), norm)
+    assert seen is not None
+    assert seen.report is not None
+    assert named in str(seen.report)
+    assert len(seen.batches) == 1
+    assert seen.batches[0] is batch
+    if hasattr(batch, "paths") or "paths" in kind:
+        assert seen.report.files == ("1.mp4",)

@@ -98,6 +98,8 @@ def read(path: PathLike, model: type[Model]) -> Document[Model]:
     Raises:
         ConfigError: when it cannot be read or is no YAML mapping. What else is wrong is in ``faults``.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"the path of a configuration is {path!r:.60}", fix="give the name of a YAML file")
     name = os.fspath(path)
     try:
         loader = DistinctLoader(Path(path).read_text(encoding="utf-8"))

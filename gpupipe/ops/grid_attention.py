@@ -65,8 +65,8 @@ def attention(
     q, k, v = unpack(qkv)
     if axis not in get_args(Axis):
         raise ConfigError(f"axis is {axis!r}", fix="choose 'spatial', 'temporal' or 'full'")
-    if len(grid) != 3:
-        raise ShapeError(f"grid is {tuple(grid)}", fix="give (T, H, W), whose product is the number of tokens")
+    if not isinstance(grid, tuple | list) or len(grid) != 3:
+        raise ShapeError(f"grid is {grid!r}", fix="give (T, H, W), whose product is the number of tokens")
     frames, lines, columns = grid_of(grid, q.shape[1])
     if bias is not None and (window is not None or context is not None):
         raise ConfigError("bias together with a window or a context", fix="put the window into the bias, and the text into qkv")

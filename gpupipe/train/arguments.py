@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -67,18 +69,34 @@ def a_device(value: Any, name: str = "device") -> torch.device:
         raise ConfigError(f"{name} is {shown(value)}", fix="give 'cpu', 'cuda', 'cuda:1' or a torch.device") from error
 
 
+def a_path(value: Any, name: str = "path") -> Path:
+    """A place in the file system."""
+    if not isinstance(value, str | os.PathLike) or not str(value):
+        raise ConfigError(f"{name} is {shown(value)}", fix=f"give {name} the name of a file")
+    return Path(value)
+
+
 def names(value: Any, name: str) -> tuple[str, ...]:
     """Several names; a single one is not taken apart into letters."""
-    if isinstance(value, str) or not isinstance(value, Collection) or not all(isinstance(one, str) for one in value):
+    odd = isinstance(value, str | torch.Tensor) or not isinstance(value, Collection)
+    if odd or not all(isinstance(one, str) for one in value):
         raise ConfigError(f"{name} is {shown(value)}", fix=f"give {name} a list of names, as {name}=['…']")
     return tuple(value)
 
 
 def several(value: Any, name: str, what: str) -> Iterable[Any]:
     """What can be gone through."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if isinstance(value, str | bytes | type) or not isinstance(value, Iterable) or getattr(value, "ndim", 1) == 0:
         raise ConfigError(f"{name} is {shown(value)}", fix=f"give {name} {what}")
     return value
+
+
+def without_scale(**given: Any) -> None:
+    """Nothing, where there is no scale beside it: it would be left out in silence."""
+    for name, value in given.items():
+        if value is not None:
+            other = name.replace("shift", "scale")
+            raise ConfigError(f"{name} without {other}", fix=f"give {other} too: zeros of the same shape change nothing")
 
 
 def shown(value: Any) -> str:

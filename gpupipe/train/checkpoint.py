@@ -6,7 +6,6 @@ import os
 import pickle
 import zipfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ import torch
 from gpupipe.device import autotune
 from gpupipe.device.disk import replacing
 from gpupipe.errors import ConfigError
+from gpupipe.train.arguments import a_device, a_path
 
 VERSION = 1
 """Of the form of the file. One of another version is refused."""
@@ -38,10 +38,11 @@ def save_checkpoint(path: str | os.PathLike[str], **parts: Any) -> None:
     """
     if taken := set(parts) & set(_OWN):
         raise ConfigError(f"a checkpoint has {', '.join(sorted(taken))} of its own", fix="give the part another name")
+    file_path = a_path(path)
     for name, part in parts.items():
         _check(part, name)
     try:
-        with replacing(Path(path)) as file:
+        with replacing(file_path) as file:
             torch.save({"version": VERSION, "launches": autotune.recorded(), **parts}, file)
     except OSError as error:
         raise ConfigError(f"cannot write the checkpoint {path}: {error}", fix="name a file in a folder with room") from error
@@ -86,7 +87,8 @@ def load_checkpoint(path: str | os.PathLike[str], *, device: torch.device | str 
     Raises:
         ConfigError: for a file that is not there or is no checkpoint of this version.
     """
-    where = torch.device(device)
+    where = a_device(device)
+    a_path(path)
     try:
         _whole(path)
         found: Any = torch.load(path, map_location=where, weights_only=True)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from gpupipe.errors import ConfigError
+from gpupipe.train.arguments import a_function, a_model, a_tensor, of, several, whole
 from gpupipe.train.fused import is_fused
 from gpupipe.train.fusing import unfuse
 from gpupipe.train.parts.probe import OBSERVES
@@ -111,9 +112,13 @@ def compare(
         Errors and curves.
 
     Raises:
-        ConfigError: when nothing is fused in the model, or there is no batch.
+        ConfigError: for arguments of the wrong kind, when nothing is fused in the model, or there is no batch.
     """
-    if not any(is_fused(module) for module in model.modules()):
+    a_function(loss, "loss", "works out the loss of (model, batch)")
+    whole(seed, "seed", 0)
+    a_function(optimizer, "optimizer", "makes an optimizer of parameters, such as torch.optim.AdamW")
+    several(batches, "batches", "something to go through, such as a list")
+    if not any(is_fused(module) for module in a_model(model).modules()):
         raise ConfigError("nothing is fused in this model", fix="fuse it first: gpupipe.train.fuse")
     sides = [copy.deepcopy(model), unfuse(copy.deepcopy(model))]
     names = [name for name, module in sides[0].named_modules() if is_fused(module)]
@@ -121,7 +126,8 @@ def compare(
     for side, outputs in zip(sides, seen, strict=True):
         for name in names:
             side.get_submodule(name).register_forward_hook(_keeper(outputs, name))
-    optimizers = [optimizer(side.parameters()) for side in sides]
+    fix = "give a function that makes an optimizer of parameters, such as torch.optim.AdamW"
+    optimizers = [of(torch.optim.Optimizer, optimizer(side.parameters()), "what optimizer makes", fix) for side in sides]
     found = Comparison()
     with torch.random.fork_rng(list(range(torch.cuda.device_count()))):
         for number, batch in enumerate(batches):
@@ -130,6 +136,8 @@ def compare(
                 outputs.clear()
                 torch.manual_seed(seed + number)
                 value = loss(side, batch)
+                if a_tensor(value, "what loss returns").numel() != 1:
+                    raise ConfigError(f"loss returns a tensor {tuple(value.shape)}", fix="return one number: loss.mean()")
                 one.zero_grad()
                 value.backward()  # type: ignore[no-untyped-call]
                 values.append(value.detach())

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from gpupipe.errors import ConfigError
+from gpupipe.train.arguments import a_mapping, a_model, a_number, of
+from gpupipe.train.loading import on_load, renamed, unwrapped
 
 
 class Ema:
@@ -18,23 +20,44 @@ class Ema:
     torch's ``AveragedModel`` does the same, but copies its counter to the device in each step and waits for it.
 
     Args:
-        model: whose floating parameters are averaged. They are known by their names.
+        model: whose floating parameters are averaged. They are known by their names, without what DistributedDataParallel or
+            ``torch.compile`` put before them. Where ``load_state_dict(assign=True)`` gives it other ones, those are averaged.
         decay: 0 to 1. Early on it is less, (1 + n) / (10 + n) in step n, so that the first weights do not linger.
         weights: what to average in the place of parameters, by their names: float32 copies of low-precision ones, as
             :attr:`Precision.masters` has them.
 
     Raises:
-        ConfigError: for a decay that is no share.
+        ConfigError: for a decay that is no share, or ``weights`` of other parameters.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        a_number(decay, "decay", "a share, 0 to 1")
         if not 0 <= decay <= 1:
             raise ConfigError(f"decay is {decay}", fix="it is a share, 0 to 1")
+        model = unwrapped(a_model(model))
+        if weights is not None:
+            fix = "give tensors by the names of parameters, as Precision.masters has them"
+            for value in a_mapping(weights, "weights", fix).values():
+                of(torch.Tensor, value, "a value of weights", fix)
         self.decay, self.steps = decay, 0
-        self._parameters = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
-        self._weights = {**self._parameters, **(weights or {})}
+        self._given: dict[str, torch.Tensor] = {}
+        self._take(model)
+        self._given = renamed(weights or {}, self._parameters)
+        self._weights |= self._given
+        for name, value in self._given.items():
+            if name not in self._parameters or self._parameters[name].shape != value.shape:
+                raise ConfigError(
+                    f"weights has {name!r} {tuple(value.shape)}, which is no parameter of the model",
+                    fix="give Precision.masters of the Precision that prepared this model",
+                )
         self.averages = {name: self._weights[name].detach().float().clone() for name in self._parameters}
         """By the names of the parameters, float32, on their device."""
+        on_load(model, self._take)
+
+    def _take(self, model: nn.Module) -> None:
+        """Takes a model's parameters as those to average."""
+        self._parameters = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
+        self._weights = {**self._parameters, **self._given}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -64,16 +87,24 @@ class Ema:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up what :meth:`state_dict` gave.
 
+        Names may have what wrappers put before them.
+
         Raises:
-            ConfigError: for averages of another model.
+            ConfigError: for averages of another model, or something that is no such state.
         """
-        theirs = {name: tuple(value.shape) for name, value in state["averages"].items()}
+        a_mapping(state, "state", "give what Ema.state_dict() returned")
+        if missing := {"steps", "averages"} - set(state):
+            raise ConfigError(f"this state has no {sorted(missing)[0]!r}", fix="give what Ema.state_dict() returned")
+        found = renamed(state["averages"], self.averages)
+        theirs = {name: tuple(value.shape) for name, value in found.items()}
         ours = {name: tuple(value.shape) for name, value in self.averages.items()}
         if theirs != ours:
-            odd = sorted(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))
+            odd = sorted(name for name in {**theirs, **ours} if theirs.get(name) != ours.get(name))[0]
+            there, here = theirs.get(odd, "not there"), ours.get(odd, "not there")
             raise ConfigError(
-                f"these averages are of another model: {odd[0]} differs", fix="make the model as it was made there"
+                f"these averages are of another model: {odd!r} differs, {there} in them and {here} here",
+                fix="make the model as it was made there",
             )
         self.steps = state["steps"]
         for name, value in self.averages.items():
-            value.copy_(state["averages"][name])
+            value.copy_(found[name])

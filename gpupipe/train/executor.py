@@ -14,6 +14,7 @@ from gpupipe.device.inventory import resolve_device
 from gpupipe.device.stream import hand_over
 from gpupipe.errors import ClosedError, ConfigError
 from gpupipe.telemetry import log
+from gpupipe.train.arguments import a_device, a_function, several, whole
 from gpupipe.train.metrics import Metrics
 from gpupipe.train.timeline import Mark, Span, Timeline, overlap
 
@@ -55,7 +56,7 @@ class PipelineExecutor(Generic[T, P]):
             that of the step.
 
     Raises:
-        ConfigError: for numbers below 1.
+        ConfigError: for arguments of the wrong kind, or numbers below 1.
     """
 
     def __init__(
@@ -69,12 +70,14 @@ class PipelineExecutor(Generic[T, P]):
         timeline: bool = False,
     ) -> None:
         for name, value in (("accumulate", accumulate), ("ahead", ahead)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r} is no whole number from 1 on", fix=f"give {name} a whole number from 1 on")
+            whole(value, name, 1)
+        several(batches, "batches", "a loader, or anything else to iterate over")
+        if prepare is not None:
+            a_function(prepare, "prepare", "makes of a batch what the loop gets")
         self._batches, self._prepare = batches, prepare
         self._accumulate, self._ahead = accumulate, ahead
         found = device if device is not None else getattr(batches, "device", None)
-        self.device = torch.device(found) if found is not None else resolve_device("auto")
+        self.device = a_device(found) if found is not None else resolve_device("auto")
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._metrics = Metrics()
         self._timeline = Timeline(self.device) if timeline else None
@@ -179,9 +182,12 @@ class PipelineExecutor(Generic[T, P]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Gives the loader a state, and ends the iteration that is under way."""
+        load = getattr(self._batches, "load_state_dict", None)
+        if not callable(load):
+            raise ConfigError(f"batches is a {type(self._batches).__name__}, which takes no state", fix="use a VideoLoader")
         self._end()
         self._state = None
-        self._batches.load_state_dict(state)  # type: ignore[attr-defined]
+        load(state)
 
     def _end(self) -> None:
         if self._work is not None:

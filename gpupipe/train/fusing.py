@@ -11,6 +11,7 @@ from torch import nn
 
 from gpupipe.errors import ConfigError
 from gpupipe.train import defaults, parts, switches
+from gpupipe.train.arguments import a_model, a_number, names
 from gpupipe.train.fused import Fused, Left, State, install, is_fused, remove
 from gpupipe.train.report import Entry, Report
 
@@ -45,16 +46,21 @@ def fuse(
         What was replaced, what was left, and why.
 
     Raises:
-        ConfigError: for kinds or a ``verify`` that do not exist, or names in ``skip`` that no module has.
+        ConfigError: for arguments of the wrong kind, kinds or a ``verify`` that do not exist, or names in ``skip`` that no
+            module has.
     """
+    a_model(model)
+    skip = names(skip, "skip")
     if verify not in ("first-use", "off"):
         raise ConfigError(f"verify is {verify!r}", fix="choose 'first-use' or 'off'")
-    if bound is not None and not bound > 0:
-        raise ConfigError(f"bound is {bound!r}", fix="bound is a relative error such as 1e-2")
-    chosen = set(defaults.on()) if kinds is None else {switches.known(kind) for kind in kinds}
-    names = [name for name, _ in model.named_modules()]
+    if bound is not None:
+        a_number(bound, "bound", "a relative error such as 1e-2")
+        if not bound > 0:
+            raise ConfigError(f"bound is {bound!r}", fix="bound is a relative error such as 1e-2")
+    chosen = set(defaults.on()) if kinds is None else {switches.known(kind) for kind in names(kinds, "kinds")}
+    found = [name for name, _ in model.named_modules()]
     for pattern in skip:
-        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in found):
             raise ConfigError(f"skip names {pattern!r}, which no module matches", fix="write it as named_modules() does")
     report = Report()
     covered: set[str] = set()
@@ -81,7 +87,7 @@ def unfuse(model: nn.Module) -> nn.Module:
     Returns:
         The model.
     """
-    for module in model.modules():
+    for module in a_model(model).modules():
         if is_fused(module):
             remove(module)
     return model

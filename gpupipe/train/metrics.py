@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from gpupipe.errors import ConfigError
+from gpupipe.train.arguments import shown
+
 
 @dataclass
 class _Sums:
@@ -36,8 +39,14 @@ class Metrics:
         self._newest: dict[str, float] = {}
 
     def log(self, **values: torch.Tensor | float) -> None:
-        """Adds figures of one step, by name: numbers, or tensors of one element on any device. Does not wait for the GPU."""
+        """Adds figures of one step, by name: numbers, or tensors of one element on any device. Does not wait for the GPU.
+
+        Raises:
+            ConfigError: for anything else.
+        """
         for name, value in values.items():
+            if not isinstance(value, int | float) and (not isinstance(value, torch.Tensor) or value.numel() != 1):
+                raise ConfigError(f"{name} is {shown(value)}", fix=f"give {name} a number, or a tensor of one element")
             figure = value.detach().reshape(()).to(torch.float64) if isinstance(value, torch.Tensor) else value
             sums = self._sums.get(name)
             if sums is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import nn
 
@@ -10,20 +12,24 @@ from gpupipe.errors import ConfigError
 from gpupipe.ops.activations import AnyActivation, known, split
 from gpupipe.ops.grid_attention import Axis
 from gpupipe.ops.rope import Rope
+from gpupipe.train.arguments import a_number, shown, whole, without_scale
 
 
 class LayerNorm(nn.LayerNorm):
     """``torch.nn.LayerNorm`` over the last dimension, with modulation if there is any: x (..., H), scale and shift as in
-    :func:`gpupipe.ops.modulate_norm`.
+    :func:`gpupipe.ops.modulate_norm`, both or neither.
     """
 
     def __init__(self, size: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True) -> None:
+        whole(size, "size", 1)
+        a_number(eps, "eps", "a small number above 0")
         super().__init__(size, eps=eps, elementwise_affine=elementwise_affine, bias=bias)
 
     def forward(
         self, x: torch.Tensor, scale: torch.Tensor | None = None, shift: torch.Tensor | None = None
     ) -> torch.Tensor:  # fmt: skip
         if scale is None:
+            without_scale(shift=shift)
             return ops.layer_norm(x, self.weight, self.bias, eps=self.eps)
         return ops.modulate_norm(x, scale, shift, self.weight, self.bias, eps=self.eps)
 
@@ -32,6 +38,8 @@ class RMSNorm(nn.RMSNorm):
     """``torch.nn.RMSNorm`` over the last dimension, with modulation if there is any, as :class:`LayerNorm`."""
 
     def __init__(self, size: int, eps: float = 1e-6, elementwise_affine: bool = True) -> None:
+        whole(size, "size", 1)
+        a_number(eps, "eps", "a small number above 0")
         super().__init__(size, eps=eps, elementwise_affine=elementwise_affine)
 
     def forward(
@@ -39,6 +47,7 @@ class RMSNorm(nn.RMSNorm):
     ) -> torch.Tensor:  # fmt: skip
         assert self.eps is not None
         if scale is None:
+            without_scale(shift=shift)
             return ops.rms_norm(x, self.weight, eps=self.eps)
         return ops.modulate_norm(x, scale, shift, self.weight, kind="rms", eps=self.eps)
 
@@ -54,13 +63,16 @@ class Mlp(nn.Module):
         dropout: the share that is dropped behind either, in training.
 
     Raises:
-        ConfigError: for another activation, or a dropout that is no share.
+        ConfigError: for sizes below 1, another activation, or a dropout that is no share.
     """
 
     def __init__(
         self, size: int, hidden: int, activation: AnyActivation = "gelu_tanh", bias: bool = True, dropout: float = 0.0
     ) -> None:
         super().__init__()
+        whole(size, "size", 1)
+        whole(hidden, "hidden", 1)
+        a_number(dropout, "dropout", "the share to drop, from 0 to 1")
         if not 0 <= dropout <= 1:
             raise ConfigError(f"dropout is {dropout!r}", fix="dropout is the share to drop, from 0 to 1")
         self.activation = activation
@@ -95,12 +107,16 @@ class GridAttention(nn.Module):
         qk_norm: whether queries and keys go through an RMS norm over each head.
 
     Raises:
-        ConfigError: for heads that do not divide the columns.
+        ConfigError: for sizes below 1, another axis, or heads that do not divide the columns.
     """
 
     def __init__(self, size: int, heads: int, axis: Axis = "full", qkv_bias: bool = True, qk_norm: bool = True) -> None:
         super().__init__()
-        if heads < 1 or size % heads:
+        whole(size, "size", 1)
+        whole(heads, "heads", 1)
+        if axis not in get_args(Axis):
+            raise ConfigError(f"axis is {shown(axis)}", fix=f"choose among {', '.join(get_args(Axis))}")
+        if size % heads:
             raise ConfigError(f"heads is {heads} for {size} columns", fix="heads must divide the columns evenly")
         self.heads = heads
         self.axis: Axis = axis

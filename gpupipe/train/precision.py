@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_map_only
 from gpupipe.config.training import PrecisionConfig
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError
+from gpupipe.train.arguments import a_device, a_mapping, a_model, a_number, a_tensor, of, shown
+from gpupipe.train.loading import on_load, renamed, unwrapped
+from gpupipe.train.made import MADE, reduced
 
 _LOW = (torch.bfloat16, torch.float16)
 _BUCKET_BYTES = 64 << 20
@@ -50,10 +53,14 @@ class Precision:
         self, config: PrecisionConfig | dict[str, Any] | None = None, device: torch.device | str | None = None
     ) -> None:
         self.config = PrecisionConfig.parse(config)
-        self.device = torch.device(device) if device is not None else resolve_device("auto")
+        self.device = a_device(device) if device is not None else resolve_device("auto")
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.masters: dict[str, torch.Tensor] = {}
         self._low: list[torch.Tensor] = []
+        self._trained: dict[int, tuple[str, torch.Tensor]] = {}
+        """What :meth:`prepare` returned, by identity, with the parameters' names."""
+        self._stepped = False
+        """Whether a step was taken since the last backward."""
         self._one = torch.ones((), device=self.device)
         self._wide = self._prepared = False
         self.used_scale = self._one
@@ -79,6 +86,7 @@ class Precision:
             ConfigError: for names in ``keep_float32`` that no module has, a second call, or parameters that are not float32
                 without ``master_weights``.
         """
+        model = _not_parallel(a_model(model))
         if self._prepared:
             raise ConfigError("prepare() a second time", fix="give it the whole model, once; make a Precision for each")
         self._prepared = True
@@ -112,6 +120,7 @@ class Precision:
                 self.masters[name] = master
                 self._low.append(value)
                 trained.append(master)
+                self._trained[id(master)] = (name, master)
             elif value.dtype in _LOW:
                 raise ConfigError(
                     f"the parameter {name!r} is {str(value.dtype).removeprefix('torch.')}: small steps would not add up in it",
@@ -119,8 +128,9 @@ class Precision:
                 )
             else:
                 trained.append(value)
+                self._trained[id(value)] = (name, value)
         if self.masters:
-            model.register_load_state_dict_post_hook(lambda module, _: self._follow(module))  # type: ignore[no-untyped-call]
+            on_load(model, self._follow)
         return trained
 
     @torch.no_grad()
@@ -128,8 +138,13 @@ class Precision:
         """Takes weights that were loaded into the model without this one's own: its copies would overwrite them in the next
         step. Those that are the copies rounded stay as they are, exact."""
         parameters = dict(model.named_parameters())
-        for name, master in self.masters.items():
-            value = parameters[name]
+        for (name, master), own in zip(self.masters.items(), self._low, strict=True):
+            value = parameters.get(name)
+            if value is not own:
+                raise ConfigError(
+                    f"{name!r} is another tensor now: the gradients of the one that was prepared go into its float32 copy",
+                    fix="load without assign=True, or before prepare()",
+                )
             master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
 
     def autocast(self) -> AbstractContextManager[object]:
@@ -150,7 +165,20 @@ class Precision:
 
         Args:
             scale: another one than that of this step: to do an earlier step again.
+
+        Raises:
+            ConfigError: for a loss that is no scalar, or has no gradient.
         """
+        if not a_tensor(loss, "loss").requires_grad or loss.numel() != 1:
+            raise ConfigError(
+                f"loss is {shown(loss)}" + ("" if loss.requires_grad else " that nothing which is trained went into"),
+                fix="give one number that the model's outputs went into: loss.mean()",
+            )
+        if isinstance(scale, torch.Tensor) and scale.numel() != 1:
+            raise ConfigError(f"scale is {shown(scale)}", fix="give a number, or a tensor of one element")
+        if scale is not None and not isinstance(scale, torch.Tensor):
+            a_number(scale, "scale", "a number, or a tensor of one element")
+        self._stepped = False
         if scale is not None:
             (loss * scale).backward()  # type: ignore[no-untyped-call]
         elif self._scaler is not None:
@@ -168,40 +196,91 @@ class Precision:
         """Whether there is a loss scale, so that gradients that overflow now and then are no fault."""
         return self._scaler is not None
 
-    def step(self, optimizer: torch.optim.Optimizer, *, clip: float | None = None) -> torch.Tensor:
+    def step(
+        self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], *, clip: float | None = None
+    ) -> torch.Tensor:
         """Takes a step by the gradients that have been added up, and forgets them. The host waits for nothing.
 
         Args:
-            optimizer: over what :meth:`prepare` returned.
+            optimizer: over what :meth:`prepare` returned; or several, each over a part of it, which take their step together:
+                all of them leave it out where one has gradients that are not finite.
             clip: gradients are shrunk to this L2 norm over all of them, where theirs is greater.
 
         Returns:
             The gradients' norm before that, a float32 scalar on the device. Where it is not finite the step was left out.
+
+        Raises:
+            ConfigError: for an optimizer over other tensors, no gradients at all, a ``clip`` that is no norm, or under a loss
+                scale a second step without a backward of its own, whose gradients have a scale that is gone.
         """
-        if clip is not None and not 0 < clip < math.inf:
-            raise ConfigError(f"clip={clip!r} is no norm", fix="give a number above 0, or None to shrink nothing")
-        values = [value for group in optimizer.param_groups for value in group["params"] if value.grad is not None]
+        if clip is not None and not (type(clip) in (int, float) and 0 < clip < math.inf):
+            raise ConfigError(f"clip={shown(clip)} is no norm", fix="give a number above 0, or None to shrink nothing")
+        optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(_several(optimizer))
+        self._check(optimizers)
+        of_each = [[value for group in each.param_groups for value in group["params"]] for each in optimizers]
+        values = [value for own in of_each for value in own if value.grad is not None]
         if not values:
-            raise ConfigError("step() without gradients", fix="call backward() before, on a loss of what the optimizer steps")
+            raise ConfigError("step() without gradients", fix=self._why_none())
+        if self._scaler is not None and self._stepped:
+            raise ConfigError(
+                "a second step() behind one backward(): the first has moved the loss scale that these gradients have",
+                fix="give both optimizers to one call, step([one, other]), or call backward() before each",
+            )
+        self._stepped = True
         if self.config.master_weights:
             _average([value.grad for value in values])
+        stepping = [each for each, own in zip(optimizers, of_each, strict=True) if any(one.grad is not None for one in own)]
         self.used_scale = self.scale
         if self._scaler is not None:
-            self._scaler.unscale_(optimizer)
+            for each in stepping:
+                self._scaler.unscale_(each)
         norm = torch.nn.utils.get_total_norm([value.grad for value in values]).float()
         if clip is not None:
             torch.nn.utils.clip_grads_with_norm_(values, clip, norm)
         if self._scaler is not None:
-            self._scaler.step(optimizer)
+            _share_what_was_found(self._scaler, stepping)
+            for each in stepping:
+                self._scaler.step(each)
             self._scaler.update()
             self._bound_scale()
         else:
-            _step_if_finite(optimizer, norm)
-        optimizer.zero_grad(set_to_none=True)
+            for each in stepping:
+                _step_if_finite(each, norm)
+        for each in optimizers:
+            each.zero_grad(set_to_none=True)
         if self._low:
             with torch.no_grad():
                 torch._foreach_copy_(self._low, list(self.masters.values()))
         return norm
+
+    def _check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Refuses optimizers that would not move what was prepared, before anything is changed."""
+        if not self._prepared:
+            raise ConfigError("step() before prepare()", fix="make the optimizer over what precision.prepare(model) returns")
+        low = {id(value): name for name, value in zip(self.masters, self._low, strict=True)}
+        for number, each in enumerate(optimizers):
+            values = [value for group in each.param_groups for value in group["params"]]
+            for value in values:
+                if id(value) in low:
+                    raise ConfigError(
+                        f"{type(each).__name__} is over the model's own {low[id(value)]!r}, whose gradients go into its float32"
+                        " copy",
+                        fix="make it over what precision.prepare(model) returned, not over model.parameters()",
+                    )
+            known = any(id(value) in self._trained or type(value) not in (torch.Tensor, nn.Parameter) for value in values)
+            if not known or any(each is other for other in optimizers[:number]):
+                raise ConfigError(
+                    f"{type(each).__name__} is given twice"
+                    if known
+                    else f"{type(each).__name__} is over nothing of what was prepared",
+                    fix="make it over what precision.prepare(model) returned; weights that are assigned later are other ones",
+                )
+
+    def _why_none(self) -> str:
+        return (
+            "call backward() before, on a loss of what the optimizer steps; where the model has been given other tensors since"
+            " prepare(), as by load_state_dict(assign=True), do that first"
+        )
 
     def _bound_scale(self) -> None:
         """Between floor and ceiling, on the device. A loss that is not finite by itself halves the scale, too, as if it were
@@ -223,20 +302,27 @@ class Precision:
             model: the one that was prepared, unwrapped: it gets the float32 weights of the file, rounded where it keeps others.
 
         Raises:
-            ConfigError: for float32 weights that ``model`` does not have.
+            ConfigError: for float32 weights that ``model`` does not have, or something that is no such state.
         """
+        a_mapping(state, "state", "give what state_dict() returned")
+        if missing := {"scaler", "masters"} - set(state):
+            raise ConfigError(f"this state has no {sorted(missing)[0]!r}", fix="give what Precision.state_dict() returned")
+        model = unwrapped(a_model(model))
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(self._scaler.state_dict() | dict(state["scaler"]))
             self._bound_scale()
         parameters = dict(model.named_parameters())
-        if strangers := set(state["masters"]) - set(parameters):
-            raise ConfigError(
-                f"this state has weights of {sorted(strangers)[0]!r}, which the model does not have", fix="make the same model"
-            )
-        for name, value in state["masters"].items():
+        masters = renamed(state["masters"], parameters)
+        for name, value in masters.items():
+            if name not in parameters or parameters[name].shape != value.shape:
+                raise ConfigError(
+                    f"this state has weights of {name!r} {tuple(value.shape)}, which the model does not have",
+                    fix="make the same model",
+                )
+        for name, value in masters.items():
             parameters[name].copy_(value)
         for name, master in self.masters.items():
-            master.copy_(state["masters"].get(name, parameters[name]))
+            master.copy_(masters.get(name, parameters[name]))
 
 
 def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
@@ -251,6 +337,31 @@ def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> Non
         optimizer.step()
     finally:
         del fused.grad_scale, fused.found_inf
+
+
+def _not_parallel(model: nn.Module) -> nn.Module:
+    """The model within ``torch.compile``."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise ConfigError("the model is in DistributedDataParallel already", fix="prepare() it first, and wrap it then")
+    return unwrapped(model)
+
+
+def _several(optimizers: Any) -> Sequence[torch.optim.Optimizer]:
+    fix = "give an optimizer, or a list of several"
+    if not isinstance(optimizers, list | tuple) or not optimizers:
+        raise ConfigError(f"optimizer is {shown(optimizers)}", fix=fix)
+    return [of(torch.optim.Optimizer, each, "one of the optimizers", fix) for each in optimizers]
+
+
+def _share_what_was_found(scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Gradients of one optimizer that are not finite have all of them leave the step out."""
+    if len(optimizers) == 1:
+        return
+    found = [value for each in optimizers for value in scaler._found_inf_per_device(each).values()]
+    device = found[0].device
+    worst = torch.stack([value.to(device, non_blocking=True) for value in found]).amax(0)
+    for value in found:
+        value.copy_(worst, non_blocking=True)
 
 
 def _add_to(master: torch.Tensor) -> Any:
@@ -286,6 +397,10 @@ def _average(grads: Sequence[torch.Tensor]) -> None:
 class _InFloat32(nn.Module):
     """Marks modules that compute in float32."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Classes made here have no place that pickle could name."""
+        return reduced(super().__reduce_ex__(max(2, int(protocol))), type(self))
+
 
 @functools.cache
 def _in_float32(kind: type[nn.Module], device: str) -> type[nn.Module]:
@@ -296,7 +411,8 @@ def _in_float32(kind: type[nn.Module], device: str) -> type[nn.Module]:
         with torch.autocast(device, enabled=False):
             return kind.forward(self, *args, **kwargs)
 
-    return type(kind.__name__, (_InFloat32, kind), {"forward": forward, "__doc__": kind.__doc__})
+    names = {"forward": forward, "__doc__": kind.__doc__, MADE: (_in_float32, (kind, device))}
+    return type(kind.__name__, (_InFloat32, kind), names)
 
 
 def _widened(value: torch.Tensor) -> torch.Tensor:

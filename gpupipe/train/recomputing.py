@@ -12,6 +12,7 @@ Fuse a model first: fused ops keep little, so that less has to be made again.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
+from gpupipe.train.arguments import a_function, a_model, several, shown
 from gpupipe.train.forwards import Replaced, forward_of
 
 Policy = Literal["none", "elementwise", "block"]
@@ -108,21 +110,28 @@ def recompute(
         blocks: default the modules of the model's lists of like ones (``torch.nn.ModuleList``), the outermost.
 
     Raises:
-        ConfigError: for an unknown policy, a budget without ``step``, or a model without blocks.
+        ConfigError: for arguments of the wrong kind, an unknown policy, a budget without ``step``, or a model without blocks.
         DeviceMemoryError: when the budget is too small even with every block made again.
     """
-    named = _named(model, blocks)
+    named = _named(a_model(model), None if blocks is None else _modules(blocks))
     if isinstance(policy, str):
         if policy not in get_args(Policy):
             raise ConfigError(f"recompute={policy!r}", fix="choose 'none', 'elementwise', 'block', or a budget in GB")
         return Recompute(named, [Choice(name, policy, {}) for name in named], None)
-    if isinstance(policy, bool) or policy <= 0:
-        raise ConfigError(f"recompute={policy!r} is no budget", fix="give GB above 0, or a policy's name")
-    if step is None:
+    if not (type(policy) in (int, float) and 0 < policy < math.inf):
+        raise ConfigError(f"recompute={shown(policy)} is no budget", fix="give GB above 0, or a policy's name")
+    if step is not None:
+        a_function(step, "step", "does a forward of the largest batch and returns its loss")
+    else:
         raise ConfigError(
             "a budget needs a step to measure", fix="give step=lambda: loss_of(model, batch), with the largest batch"
         )
     return _planned(model, named, int(policy * 1e9), step)
+
+
+def _modules(blocks: Any) -> list[torch.nn.Module]:
+    found = several(blocks, "blocks", "a list of the modules that repeat")
+    return [a_model(block, "one of blocks") for block in found]
 
 
 def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> dict[str, torch.nn.Module]:

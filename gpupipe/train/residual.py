@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from gpupipe.errors import ConfigError
+from gpupipe.train.arguments import a_function, a_model, a_tensor, shown, without_scale
 from gpupipe.train.fused import Left
 from gpupipe.train.modules import Mlp
 from gpupipe.train.parts.blocks import added, gated, mlp_added, normed
@@ -57,7 +58,14 @@ def residual_attention(
         ConfigError: for a norm that is none of ours.
         ShapeError: when a tensor does not fit x.
     """
-    branch = attention(normed(norm, _norm(norm), x, scale, shift), *args, **kwargs)
+    if scale is None:
+        without_scale(shift=shift)
+    if then is None or then_scale is None:
+        without_scale(then_shift=then_shift)
+    if then is None and then_scale is not None:
+        raise ConfigError("then_scale without then", fix="give the norm of the second half as then")
+    a_function(attention, "attention", "takes the normalised x, and returns a tensor like it")
+    branch = a_tensor(attention(normed(norm, _norm(norm), x, scale, shift), *args, **kwargs), "what attention returns")
     if then is None:
         return gated(x, branch, gate)
     return added(then, _norm(then), x, branch, gate, then_scale, then_shift)
@@ -89,6 +97,9 @@ def residual_mlp(
         ConfigError: for a norm that is none of ours.
         ShapeError: when a tensor does not fit x.
     """
+    a_model(mlp, "mlp")
+    if scale is None and normalised is None:
+        without_scale(shift=shift)
     y = normed(norm, _norm(norm), x, scale, shift) if normalised is None else normalised
     if isinstance(mlp, Mlp):
         return mlp(y, gate=gate, residual=x)  # type: ignore[no-any-return]
@@ -104,10 +115,11 @@ def _norm(norm: nn.Module) -> str:
         return "layer"
     if isinstance(norm, nn.RMSNorm) and len(norm.normalized_shape) == 1:
         return "rms"
-    kind = _recognised(norm, norm_kind)
+    kind = _recognised(norm, norm_kind) if isinstance(norm, nn.Module) else None
     if kind is None:
         raise ConfigError(
-            f"{type(norm).__name__} is no layer norm or RMS norm over the last dimension", fix="call it yourself, and add"
+            f"norm is {shown(norm)}, which is no layer norm or RMS norm over the last dimension",
+            fix="call it yourself, and add",
         )
     return str(kind)
 

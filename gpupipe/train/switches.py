@@ -15,6 +15,7 @@ import torch
 
 from gpupipe.errors import ConfigError
 from gpupipe.ops.settings import Undo
+from gpupipe.train.arguments import of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +45,7 @@ def use(way: Way, *what: str | torch.nn.Module) -> Undo:
     Raises:
         ConfigError: for another way or kind, or a module in which nothing is fused.
     """
-    if way not in ("fused", "original"):
+    if way not in ("fused", "original"):  # also of what is no text at all
         raise ConfigError(f"the way is {way!r}", fix="choose 'fused' or 'original'")
     kinds, states = set(), []
     for one in what:
@@ -54,7 +55,7 @@ def use(way: Way, *what: str | torch.nn.Module) -> Undo:
                 raise ConfigError(f"nothing is fused in this {type(one).__name__}", fix="fuse it first: gpupipe.train.fuse")
             states += found
         else:
-            kinds.add(known(one))
+            kinds.add(known(of(str, one, "what", "give kinds such as 'mlp', and modules")))
     before, were = set(_off), [(state, state.on) for state in states]
     for state in states:
         state.on = way == "fused"

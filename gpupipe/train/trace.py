@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,17 +55,6 @@ class Found(Exception):
         self.found = found
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model within DistributedDataParallel and ``torch.compile``."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = inner
-
-
 def first_not_finite(
     model: nn.Module, batches: Sequence[Any], take: Callable[[Any], torch.Tensor], backward: Callable[[torch.Tensor], None]
 ) -> NotFinite | None:
@@ -73,7 +62,7 @@ def first_not_finite(
 
     Args:
         model: unwrapped; its gradients are added to.
-        batches: of the step; mappings of tensors, with ``paths`` where they are of a loader.
+        batches: of the step; see :func:`tensors_of` and :func:`paths_of`.
         take: the loss of one of them.
         backward: adds the gradients of a loss.
 
@@ -82,23 +71,50 @@ def first_not_finite(
     """
     watch = _Modules(model)
     try:
-        for name, value in model.named_parameters():
-            watch.look("parameter", name, "", value)
+        for name, parameter in model.named_parameters():
+            watch.look("parameter", name, "", parameter)
         for batch in batches:
             watch.batch = batch
-            for name, value in batch.items() if isinstance(batch, Mapping) else ():
-                if isinstance(value, torch.Tensor):
-                    watch.look("batch", name, "", value)
+            for name, value in tensors_of(batch):
+                watch.look("batch", name, "", value)
             with watch.hooks():
                 loss = take(batch)
                 watch.look("loss", "", "", loss)
                 backward(loss)
-        for name, value in model.named_parameters():
-            if value.grad is not None:
-                watch.look("parameter's gradient", name, "", value.grad)
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                watch.look("parameter's gradient", name, "", parameter.grad)
     except Found as found:
         return found.found
     return None
+
+
+def tensors_of(batch: Any, name: str = "", depth: int = 4) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a batch with their names in it: of mappings, lists, tuples, dataclasses and other plain objects, one in
+    the other down to a depth."""
+    if isinstance(batch, torch.Tensor):
+        yield name, batch
+    if isinstance(batch, torch.Tensor) or not depth:
+        return
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(batch, Mapping):
+        parts = batch.items()
+    elif isinstance(batch, list | tuple):
+        parts = enumerate(batch)
+    elif hasattr(batch, "__dict__") and not isinstance(batch, type | nn.Module):
+        parts = vars(batch).items()
+    for key, value in parts:
+        yield from tensors_of(value, f"{name}.{key}" if name else str(key), depth - 1)
+
+
+def paths_of(batch: Any) -> tuple[str, ...]:
+    """The videos of a batch, a row each: its ``paths``, as an attribute or a key; none where it has no such thing."""
+    found = getattr(batch, "paths", None)
+    if found is None and isinstance(batch, Mapping):
+        found = batch.get("paths")
+    if not isinstance(found, list | tuple):
+        return ()
+    return tuple(str(path) for path in found)
 
 
 class _Modules:
@@ -116,7 +132,7 @@ class _Modules:
             return
         odd = ~value.isfinite()
         rows = tuple(odd.reshape(value.shape[0], -1).any(1).nonzero().flatten().tolist()[:16]) if value.dim() else ()
-        paths: list[str] = list(getattr(self.batch, "paths", ()))
+        paths = list(paths_of(self.batch))
         own = [paths[row] for row in rows] if what != "parameter" and value.dim() and value.shape[0] == len(paths) else paths
         given = [_largest(each) for each in tree_leaves(inputs) if isinstance(each, torch.Tensor) and each.is_floating_point()]
         raise Found(

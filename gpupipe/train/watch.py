@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +16,11 @@ from gpupipe import ops
 from gpupipe.config.training import WatchConfig
 from gpupipe.errors import ConfigError, NotFiniteError
 from gpupipe.telemetry import log
+from gpupipe.train.arguments import a_function, a_model, a_tensor, of, whole
 from gpupipe.train.graphs import paused
+from gpupipe.train.loading import unwrapped
 from gpupipe.train.precision import Precision
-from gpupipe.train.trace import NotFinite, first_not_finite, unwrapped
+from gpupipe.train.trace import NotFinite, first_not_finite, paths_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Watch:
         config: a WatchConfig, or a dict of its fields.
 
     Raises:
-        ConfigError: for settings that do not go together.
+        ConfigError: for arguments of the wrong kind, or settings that do not go together.
     """
 
     def __init__(
@@ -114,6 +116,9 @@ class Watch:
         precision: Precision,
         config: WatchConfig | dict[str, Any] | None = None,
     ) -> None:
+        a_model(model)
+        a_function(loss_of, "loss_of", "works out the loss of (model, batch)")
+        of(Precision, precision, "precision", "give the Precision that the step uses")
         self.config = WatchConfig.parse(config)
         if self.config.repeat == "float32" and precision.masters:
             raise ConfigError(
@@ -130,14 +135,16 @@ class Watch:
             self._slots = [torch.empty(3, pin_memory=True) for _ in range(self.config.lag + 1)]
         self._next = 0
 
-    def after(self, step: int, batches: Sequence[Any], loss: torch.Tensor, norm: torch.Tensor) -> Seen | None:
+    def after(self, step: int, batches: Any, loss: torch.Tensor, norm: torch.Tensor) -> Seen | None:
         """Takes the figures of a step that was just done, and gives those of the step ``lag`` before it.
 
         Within :meth:`careful` it waits, and gives those of this step.
 
         Args:
             step: its number.
-            batches: that it was made of, one after the other. They are held until its figures are read.
+            batches: a list or tuple of those that it was made of, one after the other; anything else is taken for the only one.
+                They are held until its figures are read. What their tensors and videos are is known of a loader's batches, and
+                of mappings, lists, tuples, dataclasses and tensors.
             loss: a scalar on the device. With several ranks their mean, so that all of them see the same.
             norm: as :meth:`Precision.step` gave it.
 
@@ -146,8 +153,14 @@ class Watch:
 
         Raises:
             NotFiniteError: where ``give_up`` such steps came in a row.
+            ConfigError: for figures that are no scalars, or a step that is no number.
         """
-        self._pending.append(self._taken(step, tuple(batches), loss, norm))
+        whole(step, "step", 0)
+        for name, figure in (("loss", loss), ("norm", norm)):
+            if a_tensor(figure, name).numel() != 1:
+                raise ConfigError(f"{name} is a tensor {tuple(figure.shape)}", fix=f"give {name} as a scalar on the device")
+        given = tuple(batches) if isinstance(batches, list | tuple) else (batches,)
+        self._pending.append(self._taken(step, given, loss, norm))
         self._random = _random_state(self._device)
         if self._careful:
             return self._read(self._pending.pop())
@@ -175,7 +188,9 @@ class Watch:
                 self._careful = False
 
     def _taken(self, step: int, batches: tuple[Any, ...], loss: torch.Tensor, norm: torch.Tensor) -> _Pending:
-        figures = torch.stack([loss.detach().float(), norm.detach().float(), self._precision.used_scale])
+        figures = torch.stack(
+            [loss.detach().float().reshape(()), norm.detach().float().reshape(()), self._precision.used_scale]
+        )
         event = None
         if self._slots and not self._careful:
             slot = self._slots[self._next]
@@ -225,7 +240,7 @@ class Watch:
         with paused(), self._unchanged(), torch.random.fork_rng(devices=devices):
             _set_random_state(done.random, self._device)
             first = first_not_finite(self._model, done.batches, take, backward)
-        whole = tuple(path for batch in done.batches for path in getattr(batch, "paths", ()))
+        whole = tuple(path for batch in done.batches for path in paths_of(batch))
         files = first.files if first is not None and first.files else whole
         return Report(done.step, loss, norm, scale, first, files)
 
