@@ -4,9 +4,9 @@
     python samples/train_video_dit.py videos/ --frames 16 --size 128 --hidden 768 --depth 12 --heads 12 --micro-batch 2
     torchrun --nproc_per_node 8 samples/train_video_dit.py videos/ --out run
 
-Ended by SIGTERM it writes a checkpoint first. Started again with the same --out it goes on from checkpoint.pt, which holds
-weights, their averages, the optimizer, the loss scale and where the data stood, as if it had never stopped. The loss of each
-step goes to losses.csv, videos that the averaged model makes to samples-STEP.gif.
+Ended by SIGTERM it writes a checkpoint first, all ranks behind the same step. Started again with the same --out it goes on from
+checkpoint.pt, which holds weights, their averages, the optimizer, the loss scale and where the data stood, as if it had never
+stopped. The loss of each step goes to losses.csv, videos that the averaged model makes to samples-STEP.gif.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Trainer:
         self.ema = Ema(self.net, options.ema, weights=self.precision.masters)
         self.model = self.parallel()
         self.watch = Watch(self.net, self.loss_of, self.precision)
+        self.hosts = dist.new_group(backend="gloo") if self.ranks > 1 else None  # of the CPUs: nobody waits for a GPU
         self.checkpoint, self.losses = options.out / "checkpoint.pt", options.out / "losses.csv"
 
     def build(self) -> VideoDiT:
@@ -86,14 +87,23 @@ class Trainer:
             seen = self.watch.after(self.step, parts, *self.train_step(parts))
             if seen is not None:
                 self.note(seen)
-            if self.stopping or self.step % self.options.save_every == 0 or self.step == self.options.steps:
+            stopping = self.all_stop()
+            if stopping or self.step % self.options.save_every == 0 or self.step == self.options.steps:
                 for late in self.watch.settle():
                     self.note(late)
                 self.save()
-            if self.stopping:
+            if stopping:
                 break
             if self.step % self.options.sample_every == 0 or self.step == self.options.steps:
                 self.show()
+
+    def all_stop(self) -> bool:
+        """Whether this rank or another one has been asked to end: all of them hear of it behind the same step."""
+        if self.hosts is None:
+            return self.stopping
+        asked = torch.tensor(int(self.stopping))
+        dist.all_reduce(asked, dist.ReduceOp.MAX, self.hosts)
+        return bool(asked)
 
     def train_step(self, parts: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """One step of the optimizer, by the gradients of all its parts; its loss and the gradients' norm, on the device."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -238,6 +239,32 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(ranks: int, device: str, video
     pictures = [(tmp_path / name / f"samples-{STEPS:06d}.gif").read_bytes() for name in ("whole", "killed")]
     assert pictures[0] == pictures[1]
     assert one["loader"]["world_size"] == ranks
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("asked", [(1,), (1, 0)], ids=["one", "one after the other"])
+def test_ranks_asked_to_end_at_different_steps_end_together(asked: tuple[int, ...], videos: Path, tmp_path: Path) -> None:
+    """Else one would save, or leave, while the others wait for its gradients."""
+    run = Started(videos, tmp_path, 2)
+    waiting = list(asked)
+    printed = []
+    try:
+        for line in run.lines():
+            printed.append(line)
+            if line.startswith("step") and waiting:
+                run.processes[waiting.pop(0)].send_signal(signal.SIGTERM)
+        codes = [process.wait(60) for process in run.processes]
+    finally:
+        run.kill()
+    assert codes[0] in (0, -signal.SIGABRT), "gloo's threads abort a process now and then that has ended"
+    done = [int(line.split()[1].rstrip(":")) for line in printed if line.startswith("step")]
+    assert done[-1] < STEPS, "nobody heard"
+    assert done == list(range(1, len(done) + 1))
+    assert printed[-1] == f"checkpoint behind step {done[-1]}\n"
+    found = load_checkpoint(tmp_path / "checkpoint.pt")
+    assert found["step"] == done[-1]
+    assert found["loader"]["world_size"] == 2
 
 
 def same(one: Any, other: Any) -> bool:
