@@ -255,7 +255,9 @@ FAMILIES = {
     ),
     "timesformer": Family("transformers", timesformer, pixel_inputs, _logits, {"attention": 4, "linear_act": 2, "norm": 7}),
     "mvit": Family("torchvision", mvit, video_inputs, _plain, {"mlp": 2, "norm": 11}),
-    "swin3d": Family("torchvision", swin3d, video_inputs, _plain, {"block": 4, "conv_block": 1, "mlp": 4, "norm": 11}),
+    "swin3d": Family(
+        "torchvision", swin3d, video_inputs, _plain, {"attention": 4, "block": 4, "conv_block": 1, "mlp": 4, "norm": 11}
+    ),
     "vit": Family("timm", vit, picture_inputs, _plain, {"attention": 2, "block": 2, "mlp": 2, "norm": 5}),
 }
 

@@ -18,6 +18,7 @@ from gpupipe.train.parts.positions import FusedPositions, FusedRotary
 from gpupipe.train.parts.prenorm import FusedPreNorm, FusedTwoHalves
 from gpupipe.train.parts.processed import FusedProcessed
 from gpupipe.train.parts.self_attention import FusedSelfAttention
+from gpupipe.train.parts.windows import FusedWindowAttention
 
 ALL: tuple[type[Fused], ...] = (
     FusedCrossBlock,
@@ -30,6 +31,7 @@ ALL: tuple[type[Fused], ...] = (
     FusedResidualConvolutions,
     FusedProcessed,
     FusedSelfAttention,
+    FusedWindowAttention,
     FusedModulatedNorm,
     FusedRotary,
     FusedPositions,

@@ -113,7 +113,7 @@ def which_norm(module: nn.Module, size: int, eps: float | None) -> str | None:
         for name, value in (("weight", weight), ("bias", bias))
         if value is not None
     }
-    with _replaced(module, stand_in):
+    with replaced(module, stand_in):
         trial = attempt(module, x)
     if trial is None:
         return None
@@ -142,7 +142,7 @@ def takes(function: Any, *names: str) -> bool:
 
 
 @contextmanager
-def _replaced(module: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
+def replaced(module: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
     """Other tensors in the place of a module's own parameters."""
     kept = {name: module._parameters[name] for name in values if name in module._parameters}
     for name in kept:

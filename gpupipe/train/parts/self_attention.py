@@ -46,10 +46,14 @@ class FusedSelfAttention(Fused):
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
         children: dict[str, Any] = dict(module.named_children())
         linears = {name: one for name, one in children.items() if isinstance(one, nn.Linear)}
-        if not linears or any(True for _ in module.parameters(recurse=False)):
-            return None
         heads = next((getattr(module, name) for name in _HEADS if isinstance(getattr(module, name, None), int)), None)
-        if heads is None:
+        if not linears or heads is None:
+            return None
+        if "qkv" in linears and (between := [name for name in children if name.startswith("pool")]):
+            raise Left(f"queries, keys and values go through {', '.join(between)} between their product and attention")
+        if own := [name for name, _ in module.named_parameters(recurse=False)]:
+            if "qkv" in linears:
+                raise Left(f"it has {', '.join(own)} of its own, which take part in its scores")
             return None
         stubs: dict[str, Stub]
         if "qkv" in linears:
