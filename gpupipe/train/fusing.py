@@ -34,7 +34,8 @@ def fuse(
 
     Args:
         model: any module.
-        kinds: which kinds of modules; None: those that are faster so, see :mod:`gpupipe.train.defaults`.
+        kinds: which kinds of modules; None: all but those that measured slower on this machine's GPU, see
+            :mod:`gpupipe.train.defaults`.
         skip: names of modules, with ``*`` and ``?``, that are left as they are, with all that is in them.
         verify: ``"first-use"`` runs each module both ways for each new signature of its arguments (shapes, types, gradients or
             not), compares outputs and gradients, and runs it as written for that signature if they differ by more than rounding
@@ -57,7 +58,10 @@ def fuse(
         a_number(bound, "bound", "a relative error such as 1e-2")
         if not bound > 0:
             raise ConfigError(f"bound is {bound!r}", fix="bound is a relative error such as 1e-2")
-    chosen = set(defaults.on()) if kinds is None else {switches.known(kind) for kind in names(kinds, "kinds")}
+    off = defaults.slower()
+    if kinds is not None:
+        chosen = {switches.known(kind) for kind in names(kinds, "kinds")}
+        off = dict.fromkeys(set(switches.KINDS) - chosen, "not among the kinds asked for")
     found = [name for name, _ in model.named_modules()]
     for pattern in skip:
         if not any(fnmatch.fnmatchcase(name, pattern) for name in found):
@@ -76,7 +80,7 @@ def fuse(
             if _mixin(module).whole:
                 covered.add(name)
             continue
-        if _take(module, name, chosen, verify == "first-use", bound, report):
+        if _take(module, name, off, verify == "first-use", bound, report):
             covered.add(name)
     return report
 
@@ -93,7 +97,7 @@ def unfuse(model: nn.Module) -> nn.Module:
     return model
 
 
-def _take(module: nn.Module, name: str, chosen: set[str], verify: bool, bound: float | None, report: Report) -> bool:
+def _take(module: nn.Module, name: str, off: dict[str, str], verify: bool, bound: float | None, report: Report) -> bool:
     """Fuses a module if one of ours serves it; True when nothing in it is to be looked at."""
     reasons = []
     written = type(module).__name__
@@ -105,8 +109,8 @@ def _take(module: nn.Module, name: str, chosen: set[str], verify: bool, bound: f
             continue
         if settings is None:
             continue
-        if mixin.kind not in chosen:
-            reasons.append(f"{mixin.kind}: {defaults.SLOWER.get(mixin.kind, 'not among the kinds asked for')}")
+        if mixin.kind in off:
+            reasons.append(f"{mixin.kind}: {off[mixin.kind]}")
             continue
         install(module, mixin, State(name, verify, bound, settings))
         report.replaced.append(Entry(name, written, mixin.said(settings)))
