@@ -362,7 +362,20 @@ class Batch(Mapping[str, "torch.Tensor"]):
 
     @property
     def video(self) -> torch.Tensor:
+        """``batch["video"]``: the clips, (B, C, T, H, W) or (B, T, C, H, W) as configured."""
         return self._tensors["video"]
+
+    @property
+    def label(self) -> torch.Tensor:
+        """``batch["label"]``: the class of each clip, (B,) int64; (B, classes) float32 where ``mix`` is asked for.
+
+        Raises:
+            AttributeError: where the source has none.
+        """
+        try:
+            return self["label"]
+        except KeyError as missing:
+            raise AttributeError(missing.args[0]) from None
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> Batch:
         """This batch with its tensors on another device and its attributes kept.

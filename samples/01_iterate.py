@@ -13,9 +13,9 @@ from gpupipe import VideoLoader
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Iterate over batches of clips.")
-    parser.add_argument("videos", nargs="+")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--batches", type=int, default=5, help="stop after so many")
+    parser.add_argument("videos", nargs="+", help="files, folders, patterns or tables")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=5, help="stop after so many (default: %(default)s)")
     options = parser.parse_args()
 
     loader = VideoLoader(

@@ -18,9 +18,9 @@ from gpupipe.cli.demo_model import TinyVideoNet  # any model that takes (B, 3, T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model on clips made by make_data.py.")
-    parser.add_argument("data", type=Path)
-    parser.add_argument("--epochs", type=int, default=16)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("data", type=Path, help="a folder as make_data.py makes it")
+    parser.add_argument("--epochs", type=int, default=16, help="over all clips (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     options = parser.parse_args()
 
     clip = {"frames": 8, "stride": 2}

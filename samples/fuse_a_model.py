@@ -34,8 +34,10 @@ def batch_of(size: int, device: str) -> Batch:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fuse a small diffusion transformer, compare it, train it.")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, default=20, help="of the optimizer (default: %(default)s)")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu or cuda (default: %(default)s)"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     model = WanTransformer3DModel(

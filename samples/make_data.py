@@ -15,10 +15,10 @@ from gpupipe.cli.demo_data import make_clips
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make a small labelled set of clips.")
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--train", type=int, default=60, help="clips in each class to train on")
-    parser.add_argument("--val", type=int, default=20, help="clips in each class to validate on")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("folder", type=Path, help="where the clips are put")
+    parser.add_argument("--train", type=int, default=60, help="clips in each class to train on (default: %(default)s)")
+    parser.add_argument("--val", type=int, default=20, help="clips in each class to validate on (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="fixes the clips (default: %(default)s)")
     options = parser.parse_args()
 
     clips = make_clips(options.folder, seed=options.seed, train=options.train, val=options.val)

@@ -20,8 +20,8 @@ from gpupipe.integrations.accelerate import prepare
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model with accelerate.")
-    parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("data", type=Path, nargs="?", help="a folder as make_data.py makes it")
+    parser.add_argument("--epochs", type=int, default=4, help="over all clips (default: %(default)s)")
     parser.add_argument("--resume", help="a folder of save_state")
     options = parser.parse_args()
 

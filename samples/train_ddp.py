@@ -18,8 +18,8 @@ from gpupipe.cli.demo_model import TinyVideoNet  # any model that takes (B, 3, T
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("--epochs", type=int, default=8)
+    parser.add_argument("data", type=Path, nargs="?", help="a folder as make_data.py makes it")
+    parser.add_argument("--epochs", type=int, default=8, help="over all clips (default: %(default)s)")
     parser.add_argument("--resume", type=Path)
     options = parser.parse_args()
     dist.init_process_group()  # before the loaders, which take rank and world size from it

@@ -27,8 +27,8 @@ SETTINGS = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model with DeepSpeed.")
-    parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("data", type=Path, nargs="?", help="a folder as make_data.py makes it")
+    parser.add_argument("--steps", type=int, default=20, help="of the optimizer (default: %(default)s)")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
 

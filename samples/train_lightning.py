@@ -37,9 +37,9 @@ class Classifier(LightningModule):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model with Lightning.")
-    parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--devices", type=int, default=1)
+    parser.add_argument("data", type=Path, nargs="?", help="a folder as make_data.py makes it")
+    parser.add_argument("--epochs", type=int, default=4, help="over all clips (default: %(default)s)")
+    parser.add_argument("--devices", type=int, default=1, help="of the trainer (default: %(default)s)")
     parser.add_argument("--resume", help="a checkpoint")
     options = parser.parse_args()
 

@@ -40,9 +40,9 @@ def work(config: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make clips and train with Ray.")
-    parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("data", type=Path, nargs="?", help="a folder as make_data.py makes it")
+    parser.add_argument("--epochs", type=int, default=4, help="over all clips (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="of Ray Train (default: %(default)s)")
     parser.add_argument("--gpu", action="store_true")
     options = parser.parse_args()
     folder = (options.data or make_clips(Path("data"), train=10, val=2).folder).resolve()

@@ -22,8 +22,8 @@ from gpupipe.integrations.torchtitan import VideoDataLoader
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("data", type=Path, nargs="?")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("data", type=Path, nargs="?", help="a folder as make_data.py makes it")
+    parser.add_argument("--steps", type=int, default=20, help="of the optimizer (default: %(default)s)")
     options = parser.parse_args()
     dist.init_process_group()
     device = f"cuda:{dist.get_node_local_rank()}" if torch.cuda.is_available() else "cpu"

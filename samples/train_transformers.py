@@ -21,9 +21,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Fine-tune a video model with transformers' Trainer.")
     parser.add_argument("data", type=Path, nargs="?", help="a folder as make_data.py makes it")
     parser.add_argument("--model", help="a name or folder of pretrained weights")
-    parser.add_argument("--frames", type=int, default=8)
-    parser.add_argument("--size", type=int, default=48)
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--frames", type=int, default=8, help="of a clip (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=48, help="of a clip, in pixels (default: %(default)s)")
+    parser.add_argument("--epochs", type=int, default=2, help="over all clips (default: %(default)s)")
     parser.add_argument("--resume", action="store_true")
     options = parser.parse_args()
 

@@ -237,28 +237,36 @@ def write_gif(file: Path, videos: torch.Tensor, seconds: float = 0.1) -> None:
 def main(trainer_of: type[Trainer] = Trainer) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("videos", nargs="*", help="files, folders, patterns or tables; none: a small set is made")
-    parser.add_argument("--out", type=Path, default=Path("video_dit_out"))
-    parser.add_argument("--steps", type=int, default=200, help="of the optimizer, in all")
-    parser.add_argument("--batch", type=int, default=8, help="clips of a step on each rank")
+    parser.add_argument(
+        "--out", type=Path, default=Path("video_dit_out"), help="folder of checkpoint, losses and videos (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=200, help="of the optimizer, in all (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=8, help="clips of a step on each rank (default: %(default)s)")
     parser.add_argument("--micro-batch", type=int, help="clips of a forward and backward; fewer need less memory")
-    parser.add_argument("--frames", type=int, default=8)
-    parser.add_argument("--stride", type=int, default=2)
-    parser.add_argument("--size", type=int, default=32, help="of a clip, in pixels")
-    parser.add_argument("--patch", type=int, nargs=3, default=(1, 4, 4))
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--depth", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--frames", type=int, default=8, help="of a clip (default: %(default)s)")
+    parser.add_argument("--stride", type=int, default=2, help="distance between frames of a clip (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=32, help="of a clip, in pixels (default: %(default)s)")
+    parser.add_argument(
+        "--patch", type=int, nargs=3, default=(1, 4, 4), help="frames, rows and columns of a token (default: %(default)s)"
+    )
+    parser.add_argument("--hidden", type=int, default=128, help="columns of the model (default: %(default)s)")
+    parser.add_argument("--depth", type=int, default=4, help="blocks (default: %(default)s)")
+    parser.add_argument("--heads", type=int, default=4, help="of attention (default: %(default)s)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: bfloat16 on a GPU")
     parser.add_argument("--master-weights", action="store_true", help="parameters in that type, with float32 copies")
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--warmup", type=int, default=20, help="steps in which the rate rises")
-    parser.add_argument("--clip", type=float, default=1.0, help="the gradients' norm, at most")
-    parser.add_argument("--ema", type=float, default=0.999)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=50)
-    parser.add_argument("--sample-every", type=int, default=100)
-    parser.add_argument("--sample-steps", type=int, default=25)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=20, help="steps in which the rate rises (default: %(default)s)")
+    parser.add_argument("--clip", type=float, default=1.0, help="the gradients' norm, at most (default: %(default)s)")
+    parser.add_argument("--ema", type=float, default=0.999, help="decay of the averages (default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="fixes weights, order, noise and augmentations (default: %(default)s)"
+    )
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints (default: %(default)s)")
+    parser.add_argument(
+        "--sample-every", type=int, default=100, help="steps between videos that the model makes (default: %(default)s)"
+    )
+    parser.add_argument("--sample-steps", type=int, default=25, help="Euler steps of such a video (default: %(default)s)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     options = parser.parse_args()
     if options.deterministic:

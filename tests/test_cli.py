@@ -9,14 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
 import pytest
+import typer
 
 from gpupipe import __version__
-from gpupipe.cli import main
+from gpupipe.cli import app, main
 from gpupipe.cli.bench import _long_enough
 from gpupipe.cli.index import IndexConfig, index
 from gpupipe.cli.probe import ProbeConfig, probe
@@ -68,6 +70,36 @@ def test_version_and_help(run) -> None:  # type: ignore[no-untyped-def]
     for command in ("demo", "bench", "probe", "doctor"):
         assert command in shown.out
     assert run("prob").code == 2, "an unknown command is a wrong command line"
+
+
+def options_of(command: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """All options with a value of a command and those below it."""
+    for parameter in command.params:
+        if parameter.param_type_name == "option" and not parameter.is_flag:
+            yield f"{name} {parameter.opts[0]}", parameter
+    for below, each in getattr(command, "commands", {}).items():
+        yield from options_of(each, f"{name} {below}".strip())
+
+
+def test_help_tells_what_holds_where_nothing_is_given() -> None:
+    found = dict(options_of(typer.main.get_command(app)))
+    assert len(found) > 30
+    told = {name: each.default if each.default is not None else each.show_default for name, each in found.items()}
+    assert [name for name, default in told.items() if default is None or isinstance(default, bool)] == []
+    loader = LoaderConfig()
+    for name, default in (
+        ("frames", loader.clip.frames),
+        ("stride", loader.clip.stride),
+        ("sampling", loader.clip.sampling),
+        ("batch", loader.batch.size),
+        ("decoder", loader.decode.decoder),
+        ("cpu-workers", loader.decode.cpu_workers),
+        ("cache", loader.cache.clips),
+        ("cache-gib", loader.cache.clips_gib),
+        ("seed", loader.seed),
+        ("device", loader.device),
+    ):
+        assert told[f"bench --{name}"] == f"{default}".removesuffix(".0"), name
 
 
 def test_start_up_loads_nothing_heavy() -> None:

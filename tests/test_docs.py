@@ -56,6 +56,22 @@ def test_every_setting_is_explained() -> None:
     assert all(":class:" not in row for row in rows)
 
 
+def test_pages_of_the_reference_say_what_is_on_them() -> None:
+    """As they lie in a repository they would be directives alone."""
+    spec = importlib.util.spec_from_file_location("names", ROOT / "docs" / "names.py")
+    assert spec is not None
+    assert spec.loader is not None
+    names = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(names)
+    assert {file.stem for file in names.PAGES} == {file.stem for file in (ROOT / "docs" / "api").glob("*.md")} - {"index"}
+    for file in names.PAGES:
+        text = file.read_text(encoding="utf-8")
+        assert names.page(file) == text, "run python docs/names.py"
+        listed = re.findall(r"^- `(\S+?)(?:\(\))?`: (.+)$", text, re.MULTILINE)
+        assert len(listed) >= len(re.findall(r"^\.\. auto", text, re.MULTILINE))
+        assert [name for name, line in listed if len(line) < 10] == [], "it has no docstring"
+
+
 def test_the_map_of_the_rooms_is_complete() -> None:
     """gpupipe/README.md names every module and folder of the package, and none that is not there."""
     text = (ROOT / "gpupipe" / "README.md").read_text(encoding="utf-8")

@@ -113,6 +113,17 @@ def test_a_batch_is_a_mapping_of_its_tensors() -> None:
         batch["nothing"]
 
 
+def test_a_batch_has_its_labels_by_name() -> None:
+    """As ``help(Batch)`` has it; where there are none, the error says where labels come from."""
+    labels = torch.tensor([1, 2])
+    assert Batch({"label": labels}).label is labels
+    without = Batch({"video": torch.zeros(2, 3)})
+    assert getattr(without, "label", None) is None
+    with pytest.raises(AttributeError, match="label_from"):
+        _ = without.label
+    assert "class of each clip" in str(Batch.label.__doc__)
+
+
 def test_a_batch_shows_shapes_and_never_data() -> None:
     assert repr(make_batch()) == "Batch(epoch 1, index 5, video: float32[2, 3, 1, 4, 4], label: int64[2], on cpu)"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
@@ -28,6 +29,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = run("make_data.py", "data", "--train", "4", "--val", "1", cwd=folder)
     assert "left, right, up, down, clockwise, anticlockwise" in out
     return folder
+
+
+@pytest.mark.parametrize("sample", sorted((ROOT / "samples").glob("*.py")), ids=lambda path: path.name)
+def test_help_tells_defaults(sample: Path) -> None:
+    """Read from the source: some samples import trainers that are not here."""
+    calls = [node for node in ast.walk(ast.parse(sample.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    options = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
+    for option in options:
+        given = {keyword.arg: keyword.value for keyword in option.keywords}
+        if "default" in given:
+            name = ast.unparse(option.args[0])
+            assert "help" in given, name
+            assert "default" in ast.unparse(given["help"]), name
 
 
 def test_iterate(data: Path) -> None:

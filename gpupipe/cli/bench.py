@@ -164,36 +164,48 @@ def bench(config: BenchConfig) -> dict[str, Any]:
 
 def command(
     paths: Annotated[list[str], typer.Argument(help="Videos: files, folders, globs or tables.")],
-    clips: Annotated[int | None, typer.Option(help="Stop after so many clips.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Stop after so many seconds; 10 without --clips.")] = None,
-    warmup_batches: Annotated[int, typer.Option("--warmup", help="Batches before the clock starts.")] = 0,
-    loader: Annotated[Path | None, typer.Option("--config", help="A loader's YAML file; the options below win.")] = None,
-    frames: Annotated[int | None, typer.Option(help="Frames in a clip; 16.")] = None,
-    stride: Annotated[int | None, typer.Option(help="Distance between frames of a clip; 1.")] = None,
-    transform: Annotated[
-        str | None, typer.Option(help="kinetics_train, kinetics_eval, videomae or diffusion; the loader's default.")
+    clips: Annotated[int | None, typer.Option(help="Stop after so many clips.", show_default="no bound")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="Stop after so many seconds.", show_default="10 without --clips")
     ] = None,
-    size: Annotated[int | None, typer.Option(help="Side of the output in pixels; the transform's.")] = None,
-    batch: Annotated[int | None, typer.Option(help="Clips in a batch; 8.")] = None,
-    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.")] = None,
-    decoder: Annotated[Literal["auto", "nvdec", "dali", "cpu"] | None, typer.Option(help="auto, nvdec, dali or cpu.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Decode threads.")] = None,
-    cpu_workers: Annotated[str | None, typer.Option(help="Processes that decode in software: a number, or auto; 0.")] = None,
+    warmup_batches: Annotated[int, typer.Option("--warmup", help="Batches before the clock starts.")] = 0,
+    loader: Annotated[
+        Path | None, typer.Option("--config", help="A loader's YAML file; the options below win.", show_default="none")
+    ] = None,
+    frames: Annotated[int | None, typer.Option(help="Frames in a clip.", show_default="16")] = None,
+    stride: Annotated[int | None, typer.Option(help="Distance between frames of a clip.", show_default="1")] = None,
+    transform: Annotated[
+        str | None, typer.Option(help="kinetics_train, kinetics_eval, videomae or diffusion.", show_default="the loader's")
+    ] = None,
+    size: Annotated[int | None, typer.Option(help="Side of the output in pixels.", show_default="the transform's")] = None,
+    batch: Annotated[int | None, typer.Option(help="Clips in a batch.", show_default="8")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu, cuda or cuda:N.", show_default="auto")] = None,
+    decoder: Annotated[
+        Literal["auto", "nvdec", "dali", "cpu"] | None, typer.Option(help="auto, nvdec, dali or cpu.", show_default="auto")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Decode threads.", show_default="by engines or cores")] = None,
+    cpu_workers: Annotated[
+        str | None, typer.Option(help="Processes that decode in software: a number, or auto.", show_default="0")
+    ] = None,
     sampling: Annotated[
         Literal["random", "regular", "uniform", "stratified", "keyframe"] | None,
-        typer.Option(help="Which frames make a clip; random."),
+        typer.Option(help="Which frames make a clip.", show_default="random"),
     ] = None,
-    cache: Annotated[Literal["off", "device", "pinned"] | None, typer.Option(help="Where decoded clips are kept; off.")] = None,
-    cache_gib: Annotated[float | None, typer.Option(help="Bound on the kept clips' memory in GiB; 4.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Fixes order, frames and augmentations; 0.")] = None,
+    cache: Annotated[
+        Literal["off", "device", "pinned"] | None, typer.Option(help="Where decoded clips are kept.", show_default="off")
+    ] = None,
+    cache_gib: Annotated[float | None, typer.Option(help="Bound on the kept clips' memory in GiB.", show_default="4")] = None,
+    seed: Annotated[int | None, typer.Option(help="Fixes order, frames and augmentations.", show_default="0")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the run's timeline in this PNG.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the report as JSON to this file.", show_default="none")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the run's timeline in this PNG.", show_default="none")] = None,
     live: Annotated[bool, typer.Option("--live", help="Show what each stage is doing, and which one limits.")] = False,
     headspace: Annotated[
         float | None,
         typer.Option(
-            metavar="MS", help="Sleep so long in place of a training step, and compare with data that is there already."
+            metavar="MS",
+            help="Sleep so long in place of a training step, and compare with data that is there already.",
+            show_default="off",
         ),
     ] = None,
 ) -> None:

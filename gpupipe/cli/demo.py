@@ -197,10 +197,10 @@ def command(
     out: Annotated[Path, typer.Option(help="Folder for clips, pictures and report.")] = Path("demo_out"),
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Fixes the clips, the order, the augmentations and the model.")] = 0,
-    epochs: Annotated[int | None, typer.Option(help="Most epochs of the training.")] = None,
+    epochs: Annotated[int | None, typer.Option(help="Most epochs of the training.", show_default="16, with --quick 2")] = None,
     target: Annotated[
         float | None,
-        typer.Option(help="Accuracy that the last epoch must reach; 0.9 unless --quick."),
+        typer.Option(help="Accuracy that the last epoch must reach.", show_default="0.9, with --quick 0"),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few seconds, too short to learn: shows that all works.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,

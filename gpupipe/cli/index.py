@@ -78,7 +78,7 @@ def index(config: IndexConfig) -> dict[str, Any]:
 
 def command(
     videos: Annotated[list[str], typer.Argument(help="Videos: files, folders, patterns, tables, shards or URLs.")],
-    processes: Annotated[int | None, typer.Option(help="Processes side by side; one for each core unless given.")] = None,
+    processes: Annotated[int | None, typer.Option(help="Processes side by side.", show_default="one for each core")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
 ) -> None:
     """Make the indices of a whole set of videos.

@@ -87,7 +87,7 @@ def command(
     clips: Annotated[int, typer.Option(help="Clips shown, each with a draw of its own.")] = 4,
     frames: Annotated[int, typer.Option(help="Frames in a clip.")] = 16,
     stride: Annotated[int, typer.Option(help="Distance between frames of a clip.")] = 2,
-    size: Annotated[int | None, typer.Option(help="Side of the output in pixels; the transform's unless given.")] = None,
+    size: Annotated[int | None, typer.Option(help="Side of the output in pixels.", show_default="the transform's")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Fixes frames and draws.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was drawn as JSON.")] = False,
