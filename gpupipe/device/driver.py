@@ -173,6 +173,19 @@ def drop_contexts(most: int) -> None:
         driver.cuCtxPushCurrent_v2(current)
 
 
+_THREAD_LOCAL = 1
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL"""
+
+
+def begin_capture(stream: int) -> None:
+    """Begins to capture what a stream is given as a CUDA graph, while other threads may use the GPU as they like.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    _check(_driver().cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _THREAD_LOCAL))
+
+
 def graph_nodes(graph: int) -> int:
     """Nodes of a CUDA graph by its handle: what would be launched one by one without it. 0 where CUDA does not say."""
     count = ctypes.c_size_t()
