@@ -476,6 +476,26 @@ def test_hooks_of_parameters_see_a_gradient_once() -> None:
     assert model.one.weight is next(model.parameters()), "the module has its own parameters again"
 
 
+def test_autocast_ends_with_the_forward() -> None:
+    """A layer kept in float32 gets the gradients of float32, although the capture began under autocast."""
+
+    class Keeps(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.one(x).float()
+            with torch.autocast("cpu", enabled=False):
+                return self.other(hidden)
+
+    model, twin = pair(Keeps)
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    (x,) = inputs(1)
+    for call in (graph, twin):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call(x)
+        out.square().sum().backward()
+    assert graph.report().hits == 1
+    assert torch.equal(model.other.weight.grad, twin.other.weight.grad)  # type: ignore[arg-type]
+
+
 def test_parameters_that_are_read_past_the_module_get_their_gradients() -> None:
     class Keeps(Net):
         def __init__(self) -> None:

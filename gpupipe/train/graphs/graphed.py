@@ -126,7 +126,8 @@ class Graphed:
         made: dict[int, torch.Tensor] = {}
 
         def backward() -> None:
-            found = torch.autograd.grad(ends, [*wanted, *past], self._grad_outputs, allow_unused=True)
+            with torch.autocast(ends[0].device.type, enabled=False):  # as of a loop, which has left it by then
+                found = torch.autograd.grad(ends, [*wanted, *past], self._grad_outputs, allow_unused=True)
             for leaf, grad in zip([*wanted, *[leaves.twin(each) for each in past]], found, strict=True):
                 if grad is not None:
                     made[id(leaf)] = made[id(leaf)] + grad if id(leaf) in made else grad
