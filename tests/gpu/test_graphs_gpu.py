@@ -197,6 +197,22 @@ def test_what_the_host_must_see_is_named_and_the_rest_captured() -> None:
     torch.cuda.synchronize()
 
 
+def test_a_kernel_that_is_new_is_loaded_beside_the_capture() -> None:
+    class Wider(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = 52 if torch.cuda.is_current_stream_capturing() else 64
+            return ops.add_norm(x[:, :size].contiguous(), x[:, :size].contiguous())[0].sum(1)
+
+    graph = AdaptiveGraph(Wider(), **OPTIONS)
+    (x,) = inputs(1)
+    with torch.no_grad():
+        made = [graph(x) for _ in range(8)]
+        expected = nn.functional.layer_norm(2 * x[:, :52], (52,), eps=1e-6).sum(1)
+    assert not graph.report().failures
+    assert graph.report().hits == 2
+    assert torch.allclose(made[-1], expected, atol=1e-4)
+
+
 def test_memory_comes_back() -> None:
     model, _ = pair()
     graph = AdaptiveGraph(model, **OPTIONS)

@@ -103,13 +103,14 @@ class CudaRecorder:
     def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         """Gives torch a capture to end in the place of one that was spoilt.
 
-        Till it has ended one, its allocator keeps all memory that several streams have used, a loader's batches for example,
-        and its generator refuses to have any graph replayed.
+        Till it has ended one, torch 2.11 keeps all memory that several streams have used, a loader's batches for example, and
+        has no graph replayed, for its allocator and its generator wait. Later ones do not, and say that nothing is to be ended.
         """
         begin_capture(self._stream.cuda_stream)
         with suppress(RuntimeError):  # it may be the first to hear of an error that nobody has asked for
             self._mark.zero_()
-        graph.capture_end()
+        with suppress(RuntimeError):
+            graph.capture_end()
 
     @property
     def pool_bytes(self) -> int:
