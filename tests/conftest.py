@@ -79,6 +79,14 @@ def pytest_make_collect_report(
     return report
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Writes each failure to the file that GPUPIPE_FAILURES names as soon as it is known: a run may be ended before its end."""
+    file = os.environ.get("GPUPIPE_FAILURES")
+    if file and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(file, "a", encoding="utf-8") as told:
+            told.write(f"{'=' * 20} {report.nodeid} ({report.when})\n{report.longreprtext}\n")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Keeps gpupipe's caches of this run away from the user's."""

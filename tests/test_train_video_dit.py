@@ -166,7 +166,8 @@ class Started:
         arguments = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
         arguments += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--stride", "1", "--device", device]
         command = [sys.executable, str(ROOT / "samples" / "train_video_dit.py"), str(videos), "--out", str(out)]
-        common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         if device == "cpu":
             common["GPUPIPE_OPS"] = "reference"
         if ranks > 1:
