@@ -31,7 +31,16 @@ from video_dit import VideoDiT, VideoDiTConfig, flow_loss, sample
 
 from gpupipe import Batch, VideoLoader
 from gpupipe.cli.demo_data import make_clips
-from gpupipe.train import Ema, Precision, Watch, load_checkpoint, save_checkpoint
+from gpupipe.train import (
+    Ema,
+    LeakWatch,
+    Precision,
+    Watch,
+    load_checkpoint,
+    memory_report,
+    reserve_memory,
+    save_checkpoint,
+)
 from gpupipe.train.watch import Seen
 
 
@@ -52,6 +61,7 @@ class Trainer:
             repeat=True,
         )
         self.device = self.loader.device
+        reserve_memory(options.reserve, str(self.device))
         torch.manual_seed(options.seed)  # all ranks begin with the same weights
         patch, size = tuple(options.patch), options.size
         self.config = VideoDiTConfig(options.frames, size, size, patch, options.hidden, options.depth, options.heads)
@@ -63,6 +73,7 @@ class Trainer:
         self.ema = Ema(self.net, options.ema, weights=self.precision.masters)
         self.model = self.parallel()
         self.watch = Watch(self.net, self.loss_of, self.precision)
+        self.leaks = LeakWatch(device=self.device)
         self.checkpoint, self.losses = options.out / "checkpoint.pt", options.out / "losses.csv"
 
     def build(self) -> VideoDiT:
@@ -86,6 +97,7 @@ class Trainer:
             seen = self.watch.after(self.step, parts, *self.train_step(parts))
             if seen is not None:
                 self.note(seen)
+            self.leaks.after()
             if self.stopping or self.step % self.options.save_every == 0 or self.step == self.options.steps:
                 for late in self.watch.settle():
                     self.note(late)
@@ -94,6 +106,8 @@ class Trainer:
                 break
             if self.step % self.options.sample_every == 0 or self.step == self.options.steps:
                 self.show()
+        if self.rank == 0:
+            print(memory_report(self.device, model=self.net, optimizer=self.optimizer, averages=self.ema.averages.values()))
 
     def train_step(self, parts: list[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """One step of the optimizer, by the gradients of all its parts; its loss and the gradients' norm, on the device."""
@@ -249,6 +263,7 @@ def main(trainer_of: type[Trainer] = Trainer) -> None:
     parser.add_argument("--sample-every", type=int, default=100)
     parser.add_argument("--sample-steps", type=int, default=25)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--reserve", help="memory set aside at the start: a share of the GPU's, or an amount such as 60GB")
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     options = parser.parse_args()
     if options.deterministic:

@@ -115,7 +115,7 @@ def options(videos: Path, out: Path, **fields: Any) -> argparse.Namespace:
     known = {name.replace("-", "_"): value for name, value in SIZES.items()} | {
         "videos": str(videos), "out": out, "steps": 6, "stride": 1, "patch": (1, 4, 4), "dtype": "float32", "lr": 1e-3,
         "master_weights": False, "warmup": 2, "clip": 1.0, "ema": 0.99, "seed": 0, "save_every": 100, "sample_every": 100,
-        "device": "cpu",
+        "device": "cpu", "reserve": None,
     }  # fmt: skip
     return argparse.Namespace(**known | fields)
 
