@@ -6,17 +6,20 @@ What the ranks do is in parallel_cases.py. Bounds are those of float32 sums in a
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from ranks import reports
 from torch import nn
+from torch.autograd import DeviceType
 
 from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import Rope
 from gpupipe.ops.rope import spread
 from gpupipe.train import GridAttention
+from gpupipe.train.parallel.balance import balance_of, spans_of
 from gpupipe.train.parallel.plans import plan_of
 
 ALIKE = 1e-5
@@ -212,6 +215,25 @@ def test_tables_of_a_part_turn_as_the_whole_ones() -> None:
     with pytest.raises(ShapeError, match="6 positions on axis 0"):
         rope.part(0, 4, 3)
     assert Rope.of((6, 4, 3), (0, 4, 4)).part(0, 4, 3).table.numel() > 0, "what does not turn needs no places"
+
+
+def test_a_balance_tells_what_hides_what() -> None:
+    """Exchange beside work costs nothing, whichever thread or stream it is on, and spans that overlap count once."""
+    names = {"work": "aten::mm", "gloo": "gloo:all_reduce", "other": "Optimizer.step"}
+    events = [
+        SimpleNamespace(name=names[name], device_type=DeviceType.CPU, time_range=SimpleNamespace(start=1000 * a, end=1000 * b))
+        for name, a, b in (("work", 0, 4), ("work", 1, 3), ("gloo", 2, 6), ("gloo", 5, 7), ("work", 9, 10), ("other", 0, 99))
+    ]
+    found = balance_of(spans_of(events))
+    assert (found.whole_ms, found.work_ms, found.exchange_ms, found.exposed_ms) == (10, 5, 5, 3)
+    assert found.bound == "compute"
+    assert "40 % of 5.0 ms of exchange is hidden; 2.0 are neither" in str(found)
+    kernel = SimpleNamespace(
+        name="ncclDevKernel_AllReduce", device_type=DeviceType.CUDA, time_range=SimpleNamespace(start=0, end=1)
+    )
+    assert [span.kind for span in spans_of([*events, kernel])] == ["exchange"], "where there are kernels, they alone count"
+    with pytest.raises(ConfigError, match="shows no work"):
+        balance_of(spans_of([kernel]))
 
 
 def test_plans_are_read_from_modules() -> None:
