@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from gpupipe.errors import ConfigError
+from gpupipe.train.shards import locals_of
 
 
 class Ema:
@@ -44,7 +45,7 @@ class Ema:
         now = [self._weights[name].detach() for name in self.averages]
         if any(value.dtype != torch.float32 for value in now):
             now = [value.float() for value in now]
-        torch._foreach_lerp_(list(self.averages.values()), now, 1 - decay)
+        torch._foreach_lerp_(locals_of(self.averages.values()), locals_of(now), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_map_only
 from gpupipe.config.training import PrecisionConfig
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError
+from gpupipe.train.shards import Scaler, average, is_fully_sharded, locals_of, total_norm
+from gpupipe.train.shards import clip as shrink
 
 _LOW = (torch.bfloat16, torch.float16)
-_BUCKET_BYTES = 64 << 20
-"""Gradients that are reduced together: few enough to need little memory, enough for the network's full rate."""
 
 
 class Precision:
@@ -40,6 +40,8 @@ class Precision:
     Args:
         config: a PrecisionConfig, or a dict of its fields.
         device: where the model is; default the current CUDA device, or the CPU where there is none.
+        group: the ranks over whose batches ``master_weights`` averages gradients; default all. For a model that is split
+            between some ranks (:mod:`gpupipe.train.parallel`): those that have the same part of it.
 
     Attributes:
         config: the settings.
@@ -47,8 +49,13 @@ class Precision:
     """
 
     def __init__(
-        self, config: PrecisionConfig | dict[str, Any] | None = None, device: torch.device | str | None = None
+        self,
+        config: PrecisionConfig | dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.group = group
         self.config = PrecisionConfig.parse(config)
         self.device = torch.device(device) if device is not None else resolve_device("auto")
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
@@ -60,7 +67,7 @@ class Precision:
         """The loss scale of the last step, float32 on the device; 1 without one."""
         self._scaler: torch.amp.GradScaler | None = None
         if self.dtype == torch.float16:
-            self._scaler = torch.amp.GradScaler(
+            self._scaler = Scaler(
                 self.device.type, init_scale=self.config.initial_scale, growth_interval=self.config.growth_interval
             )
 
@@ -82,6 +89,11 @@ class Precision:
         if self._prepared:
             raise ConfigError("prepare() a second time", fix="give it the whole model, once; make a Precision for each")
         self._prepared = True
+        if self.config.master_weights and is_fully_sharded(model):
+            raise ConfigError(
+                "master_weights under fully_shard, whose float32 shards are just that",
+                fix="leave master_weights out, and shard with mp_policy=precision.fsdp_policy()",
+            )
         for name, value in model.named_parameters():
             if value.device.type != self.device.type:
                 raise ConfigError(
@@ -131,6 +143,14 @@ class Precision:
         for name, master in self.masters.items():
             value = parameters[name]
             master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
+
+    def fsdp_policy(self) -> Any:
+        """What ``fully_shard`` takes as ``mp_policy``: parameters are gathered in this precision's type, gradients reduced in
+        float32, and the shards that the optimizer steps stay float32. Beside :meth:`autocast`, not in its place."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        low = self.dtype if self.dtype != torch.float32 else None
+        return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
 
     def autocast(self) -> AbstractContextManager[object]:
         """For the forward pass and the loss."""
@@ -184,13 +204,14 @@ class Precision:
         if not values:
             raise ConfigError("step() without gradients", fix="call backward() before, on a loss of what the optimizer steps")
         if self.config.master_weights:
-            _average([value.grad for value in values])
+            average([value.grad for value in values], self.group)
         self.used_scale = self.scale
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
-        norm = torch.nn.utils.get_total_norm([value.grad for value in values]).float()
+        grads = [value.grad for value in values]
+        norm = total_norm(grads)
         if clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(values, clip, norm)
+            shrink(grads, clip, norm)
         if self._scaler is not None:
             self._scaler.step(optimizer)
             self._scaler.update()
@@ -200,7 +221,7 @@ class Precision:
         optimizer.zero_grad(set_to_none=True)
         if self._low:
             with torch.no_grad():
-                torch._foreach_copy_(self._low, list(self.masters.values()))
+                torch._foreach_copy_(locals_of(self._low), locals_of(self.masters.values()))
         return norm
 
     def _bound_scale(self) -> None:
@@ -264,23 +285,6 @@ def _add_to(master: torch.Tensor) -> Any:
         parameter.grad = None
 
     return add
-
-
-@torch.no_grad()
-def _average(grads: Sequence[torch.Tensor]) -> None:
-    """Means over all ranks, in buckets."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    bucket: list[torch.Tensor] = []
-    for number, grad in enumerate(grads):
-        bucket.append(grad)
-        if number + 1 == len(grads) or sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
-            flat = torch.cat([each.reshape(-1) for each in bucket])
-            dist.all_reduce(flat)
-            flat.div_(dist.get_world_size())
-            parts = torch.split(flat, [each.numel() for each in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
-            bucket = []
 
 
 class _InFloat32(nn.Module):
