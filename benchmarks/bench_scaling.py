@@ -1,4 +1,5 @@
-"""Several ranks of one machine: throughput of the loader and of training, exact resume, and a rank that is killed.
+"""Several ranks of one machine: throughput of the loader and of training, exact resume, a rank that is killed; one model over
+several ranks, and how much of what goes between them is hidden.
 
     python benchmarks/bench_scaling.py --ranks 1 2 4 8             # on GPUs; writes results/scaling--<gpu>x<ranks>.json
     python benchmarks/bench_scaling.py --device cpu --ranks 1 2    # ranks of gloo
@@ -29,6 +30,7 @@ from common import RESULTS, Row, failed, summarise, write_results
 from loader_cases import Case, case_of, draw
 from make_media import make
 from rank_groups import ROOT, Group, GroupError, answers_of
+from scaling_parts import overlap_rows, split_rows
 
 from gpupipe.device.inventory import cpu_quota
 from gpupipe.train import load_checkpoint
@@ -37,6 +39,8 @@ SUBJECTS = {"gpupipe": "ddp", "gpupipe-fsdp2": "fsdp2"}
 """Of the part ``train``."""
 DOUBLE = {"loader": "clips_per_s", "train": "samples_per_s"}
 """The rate of a part that is set against that of half the ranks."""
+SCRIPTS = {"train": "scaling_train.py", "split": "scaling_split.py", "overlap": "scaling_split.py"}
+"""What a rank runs for a part."""
 ON_DOUBLE = "rate_of_double"
 GRACE = 10.0
 """Seconds that processes have to be gone after the launcher."""
@@ -60,6 +64,7 @@ class Sizes:
         resume: batches of each rank at each stage; even.
         save_every: steps between checkpoints, of the run that is killed.
         killed: arguments of that run that are others.
+        buckets_mb: sizes of DistributedDataParallel's buckets that are tried.
     """
 
     case: Case
@@ -70,6 +75,7 @@ class Sizes:
     resume: int = 8
     save_every: int = 20
     killed: dict[str, int] = field(default_factory=dict)
+    buckets_mb: tuple[float, ...] = (1, 5, 25, 100)
     sources: int = 4
     seconds: float = 22.0
 
@@ -98,7 +104,7 @@ class Bench:
     def answers(self, ranks: int, part: str, **given: Any) -> list[dict[str, Any]]:
         """What the ranks of a new group found."""
         task = {"device": self.device, **given}
-        script = "scaling_train.py" if part == "train" else "scaling_ranks.py"
+        script = SCRIPTS.get(part, "scaling_ranks.py")
         own, variables = self.new_folder(), self.variables
         return answers_of(ranks, script, part, task, own, self.timeout, threads=self.threads, variables=variables)
 
@@ -332,6 +338,10 @@ def group_rows(bench: Bench, parts: Sequence[str], ranks: int) -> list[Row]:
         rows += guarded("loader", DOUBLE["loader"], "higher", lambda: loader_rows(bench, ranks))
     if "train" in parts:
         rows += guarded("train", DOUBLE["train"], "higher", lambda: train_rows(bench, ranks))
+    if "split" in parts and ranks > 1:
+        rows += guarded("split", "loss_error", "lower", lambda: split_rows(bench, ranks))
+    if "overlap" in parts and ranks > 1:
+        rows += guarded("overlap", "step_ms", "lower", lambda: overlap_rows(bench, ranks))
     if "killed" in parts and ranks > 1:
         rows += guarded("killed", "end_s", "lower", lambda: killed_rows(bench, ranks))
     return rows
@@ -341,7 +351,7 @@ def none_such(ranks: int, there: int) -> list[Row]:
     raise GroupError(f"{ranks} ranks need as many GPUs, and there are {there}")
 
 
-PARTS = ("loader", "train", "resume", "killed")
+PARTS = ("loader", "train", "split", "overlap", "resume", "killed")
 
 
 def sizes_of(options: argparse.Namespace) -> Sizes:
@@ -349,7 +359,7 @@ def sizes_of(options: argparse.Namespace) -> Sizes:
     if options.quick:
         tiny = {"frames": 4, "size": 16, "hidden": 32, "depth": 1, "heads": 2, "stride": 1}
         case = replace(case_of("h264-tiny-s1"), frames=4, size=32, batch=2, clips=8)
-        return Sizes(case, tiny, batch=2, steps=2, runs=1, resume=2, save_every=4, sources=2, seconds=2.0)
+        return Sizes(case, tiny, batch=2, steps=2, runs=1, resume=2, save_every=4, buckets_mb=(0.01, 1), sources=2, seconds=2.0)
     if options.device == "cpu":
         small = {"frames": 8, "size": 32, "hidden": 128, "depth": 4, "heads": 4}
         case = replace(case_of(options.case or "h264-256p-g250-s1"), size=112, clips=64)

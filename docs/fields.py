@@ -14,7 +14,9 @@ from pydantic_core import PydanticUndefined
 from gpupipe.config import (
     PRESETS,
     GraphConfig,
+    LeakConfig,
     LoaderConfig,
+    MemoryConfig,
     PrecisionConfig,
     TrainingConfig,
     TransformConfig,
@@ -29,6 +31,7 @@ PRESETS_MARKS = ("<!-- presets:begin -->", "<!-- presets:end -->")
 TRAINING = {
     "gpupipe.train.TrainingConfig": TrainingConfig, "gpupipe.train.Precision": PrecisionConfig,
     "gpupipe.train.AdaptiveGraph": GraphConfig, "gpupipe.train.Watch": WatchConfig,
+    "gpupipe.train.reserve_memory": MemoryConfig, "gpupipe.train.LeakWatch": LeakConfig,
 }  # fmt: skip
 """What is configured apart from a loader, and of what it is the settings."""
 _BOUNDS = (("minimum", "≥ {}"), ("exclusiveMinimum", "> {}"), ("maximum", "≤ {}"), ("exclusiveMaximum", "< {}"))

@@ -108,6 +108,12 @@ class DeviceMemoryError(GpupipeError):
     code = "TT_ERR_MEMORY"
 
 
+class MemoryLeakError(GpupipeError):
+    """A training loop holds more memory from step to step; what grows is named where it can be."""
+
+    code = "TT_ERR_LEAK"
+
+
 class ShapeError(GpupipeError, ValueError):
     """A tensor given to an op has a shape, a type or a place that does not fit; the argument is named, with what would fit."""
 

@@ -31,7 +31,16 @@ from video_dit import VideoDiT, VideoDiTConfig, flow_loss, sample
 
 from gpupipe import Batch, VideoLoader
 from gpupipe.cli.demo_data import make_clips
-from gpupipe.train import Ema, Precision, Watch, load_checkpoint, save_checkpoint
+from gpupipe.train import (
+    Ema,
+    LeakWatch,
+    Precision,
+    Watch,
+    load_checkpoint,
+    memory_report,
+    reserve_memory,
+    save_checkpoint,
+)
 from gpupipe.train.watch import Seen
 
 
@@ -52,6 +61,7 @@ class Trainer:
             repeat=True,
         )
         self.device = self.loader.device
+        reserve_memory(options.reserve, str(self.device))
         torch.manual_seed(options.seed)  # all ranks begin with the same weights
         patch, size = tuple(options.patch), options.size
         self.config = VideoDiTConfig(options.frames, size, size, patch, options.hidden, options.depth, options.heads)
@@ -64,6 +74,7 @@ class Trainer:
         self.model = self.parallel()
         self.watch = Watch(self.net, self.loss_of, self.precision)
         self.hosts = dist.new_group(backend="gloo") if self.ranks > 1 else None  # of the CPUs: nobody waits for a GPU
+        self.leaks = LeakWatch(device=self.device)
         self.checkpoint, self.losses = options.out / "checkpoint.pt", options.out / "losses.csv"
 
     def build(self) -> VideoDiT:
@@ -87,6 +98,7 @@ class Trainer:
             seen = self.watch.after(self.step, parts, *self.train_step(parts))
             if seen is not None:
                 self.note(seen)
+            self.leaks.after()
             stopping = self.all_stop()
             if stopping or self.step % self.options.save_every == 0 or self.step == self.options.steps:
                 for late in self.watch.settle():
@@ -96,6 +108,8 @@ class Trainer:
                 break
             if self.step % self.options.sample_every == 0 or self.step == self.options.steps:
                 self.show()
+        if self.rank == 0:
+            print(memory_report(self.device, model=self.net, optimizer=self.optimizer, averages=self.ema.averages.values()))
 
     def all_stop(self) -> bool:
         """Whether this rank or another one has been asked to end: all of them hear of it behind the same step."""
@@ -267,6 +281,7 @@ def main(trainer_of: type[Trainer] = Trainer) -> None:
     )
     parser.add_argument("--sample-steps", type=int, default=25, help="Euler steps of such a video (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
+    parser.add_argument("--reserve", help="memory set aside at the start: a share of the GPU's, or an amount such as 60GB")
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     options = parser.parse_args()
     if options.deterministic:

@@ -50,6 +50,9 @@ class VideoDiTConfig:
 class SelfAttention(nn.Module):
     """Attention along one axis of the token grid, from packed queries, keys and values to the projection behind it."""
 
+    attend = staticmethod(ops.attention)
+    split_plan: ClassVar = {"qkv": "rows*3", "out": "columns", "q_norm": "heads", "k_norm": "heads"}
+
     def __init__(self, config: VideoDiTConfig, axis: Axis) -> None:
         super().__init__()
         self.heads, self.grid, self.axis = config.heads, config.grid, axis
@@ -62,7 +65,7 @@ class SelfAttention(nn.Module):
         """(B, N, hidden) to the same."""
         qkv = ops.qkv_linear(x, self.qkv.weight, self.qkv.bias, heads=self.heads, packed=True)
         assert isinstance(qkv, torch.Tensor)
-        made = ops.attention(qkv, self.q_norm, self.k_norm, rope, grid=self.grid, axis=self.axis, norm="head", eps=EPS)
+        made = self.attend(qkv, self.q_norm, self.k_norm, rope, grid=self.grid, axis=self.axis, norm="head", eps=EPS)
         return ops.linear_act(made.flatten(2), self.out.weight, self.out.bias, activation=None)
 
 
@@ -70,6 +73,7 @@ class Block(nn.Module):
     """Attention in space, attention along time, and an MLP, each behind a modulated norm and before a gated residual."""
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
+    split_plan: ClassVar = {"up": "rows", "down": "columns"}
 
     def __init__(self, config: VideoDiTConfig) -> None:
         super().__init__()
@@ -124,7 +128,8 @@ class VideoDiT(nn.Module):
             x = block(x, cond, rope)
         scale, shift = self.modulation(cond).chunk(2, -1)
         x = ops.modulate_norm(x, scale, shift, eps=EPS)
-        return ops.unpatch_embed3d(x, self.config.grid, self.config.patch, self.last.weight, self.last.bias)
+        grid = (video.shape[2] // self.config.patch[0], video.shape[3] // self.config.patch[1], self.config.grid[2])
+        return ops.unpatch_embed3d(x, grid, self.config.patch, self.last.weight, self.last.bias)
 
     def rope_on(self, device: torch.device) -> ops.Rope:
         """The rotary tables of the token grid, made once a device."""

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import os
+import signal
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -23,6 +24,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Workers share the cores. Threads of their own would wait for each other in busy loops, for minutes on few cores.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background, from where it reaches all that we start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton: its kernels run on the CPU
 
@@ -74,6 +77,14 @@ def pytest_make_collect_report(
         report.outcome = "failed"
         report.longrepr = f"their trainer has to be here, but these tests were skipped: {report.longrepr}"
     return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Writes each failure to the file that GPUPIPE_FAILURES names as soon as it is known: a run may be ended before its end."""
+    file = os.environ.get("GPUPIPE_FAILURES")
+    if file and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        with open(file, "a", encoding="utf-8") as told:
+            told.write(f"{'=' * 20} {report.nodeid} ({report.when})\n{report.longreprtext}\n")
 
 
 @pytest.fixture(scope="session", autouse=True)

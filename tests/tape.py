@@ -50,7 +50,7 @@ class TapeRecording:
         return len(self._done)
 
     def replay(self) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):  # casts are among what was recorded
             for func, args, kwargs, outs in self._done:
                 found = [each for each in tree_leaves(func(*args, **kwargs)) if isinstance(each, torch.Tensor)]
                 for own, other in zip(outs, found, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import bench_scaling
 import common
 import pytest
+import scaling_parts
 from rank_groups import Group, GroupError
 from test_benchmarks import assert_form
 
@@ -76,6 +78,30 @@ def test_a_subject_that_trains_otherwise_has_no_figure() -> None:
         bench_scaling.compare([(2.0, 0.5), (1.9, 0.3)], figures)
 
 
+@pytest.mark.parametrize(("off", "told"), [(1.00001, None), (1.01, "norm_error is 1.0e-02"), (math.nan, "loss_error is nan")])
+def test_a_split_model_that_learns_something_else_has_no_time(off: float, told: str | None) -> None:
+    alone = {"figures": [[2.0, 0.5], [1.9, 0.4]], "step_ms": [10.0, 12.0], "peak_bytes": 10**9}
+    one, other = (2.0, 0.5 * off) if off == off else (off, 0.5)
+    found = {"alone": alone, "tp": {**alone, "figures": [[one, other], [1.9, 0.4]]}, "sp": alone}
+    rows = {(row.subject, row.metric): row for row in scaling_parts.compared("split", [found, found], 1e-4)}
+    assert rows["gpupipe-sp", "step_ms"].value == rows["gpupipe", "step_ms"].value == 11
+    if told is None:
+        assert rows["gpupipe-tp", "norm_error"].high == pytest.approx(1e-5, rel=1e-2)
+        assert rows["gpupipe-tp", "peak_gb"].value == 1
+    else:
+        assert ("gpupipe-tp", "step_ms") not in rows
+        assert any(told in str(row.error) for row in rows.values())
+
+
+def test_the_verdict_is_of_the_fastest() -> None:
+    rows = []
+    for subject, step, share in (("gpupipe-ddp-1mb", 10.0, 0.5), ("gpupipe-fsdp2", 9.0, 1.5)):
+        for metric, value in (("step_ms", step), ("exchange_over_work", share), ("exposed_ms", 2.0)):
+            rows.append(common.summarise("overlap", subject, metric, [value], "lower"))
+    assert scaling_parts.verdict(rows).startswith("fastest is gpupipe-fsdp2, 9.0 ms a step: communication-bound")
+    assert "compute-bound" in scaling_parts.verdict(rows[:3])
+
+
 def test_more_ranks_than_gpus_are_a_row_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     sizes = bench_scaling.Sizes(bench_scaling.case_of("h264-tiny-s1"), {}, batch=1, steps=1, runs=1)
@@ -134,7 +160,13 @@ def test_all_parts_run_on_two_ranks_of_the_cpu(tmp_path: Path) -> None:
     """Resume is exact, and a group of which a rank is killed ends by itself in time, leaves nothing, and goes on."""
     (rows,) = results(tmp_path).values()
     cases = {case for case, _, _ in rows}
-    assert cases == {"loader-h264-tiny-s1", "train-video-dit", "killed", "resume-1-2"}
+    split = {f"split-video-dit-{dtype}" for dtype in ("float32", "bfloat16")}
+    assert cases == {"loader-h264-tiny-s1", "train-video-dit", "killed", "resume-1-2", "overlap-video-dit", *split}
+    for case in split:
+        assert {subject for one, subject, metric in rows if (one, metric) == (case, "norm_error")} == {
+            "gpupipe-tp",
+            "gpupipe-sp",
+        }
     subjects = {subject for case, subject, metric in rows if metric == "samples_per_s"}
     assert subjects == {"gpupipe", "gpupipe-fsdp2"}
     assert rows["resume-1-2", "gpupipe", "samples_alike"]["value"] == 12

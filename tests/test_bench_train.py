@@ -97,6 +97,14 @@ def test_launches_are_what_the_host_sends() -> None:
     assert train_loop.launches(sent + others + kernels) == 5
 
 
+def test_memory_of_graphs_is_in_the_peak() -> None:
+    def segment(pool: tuple[int, int], total: int, used: int) -> dict[str, Any]:
+        return {"segment_pool_id": pool, "total_size": total, "allocated_size": used}
+
+    shared, graphs = segment((0, 0), 100, 10), [segment((0, 1), 50, 20), segment((3, 0), 7, 7)]
+    assert bench_train.unseen_bytes([shared, *graphs]) == 30
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_model_compiles_once_and_whole(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that compiles anew would be in the time of the peer, and so in a user's."""

@@ -15,7 +15,16 @@ from hypothesis import strategies as st
 
 from gpupipe import VideoLoader
 from gpupipe.cli import main
-from gpupipe.config import ClipConfig, GraphConfig, LoaderConfig, StageConfig, TrainingConfig, TransformConfig
+from gpupipe.config import (
+    ClipConfig,
+    GraphConfig,
+    LeakConfig,
+    LoaderConfig,
+    MemoryConfig,
+    StageConfig,
+    TrainingConfig,
+    TransformConfig,
+)
 from gpupipe.config.document import Document, read
 from gpupipe.config.schema import schema
 from gpupipe.config.stage import UNBUILT
@@ -267,13 +276,29 @@ def test_the_examples_of_the_page_are_configurations(write: Write) -> None:
 
 @pytest.mark.parametrize("root", ["tele_tron: {batch_size: 2, STEP}", "gpupipe: {batch: 2, STEP}", "{batch: 2, STEP}"])
 def test_a_file_has_the_training_step_beside_the_loader(write: Write, root: str) -> None:
-    path = write(root.replace("STEP", "mixed_precision: fp16, cuda_graph: {warmup_steps: 7}, recompute: 12.5"))
+    path = write(root.replace("STEP", "mixed_precision: fp16, cuda_graph: {warmup_steps: 7}, recompute: 12.5, memory: 20GB"))
     assert LoaderConfig.from_yaml(path) == LoaderConfig(batch=2 if "batch_size" not in root else {"size": 2})
     step = TrainingConfig.from_yaml(path)
     assert step.mixed_precision is not None
     assert step.mixed_precision.dtype == "float16"
     assert step.cuda_graph == GraphConfig(warmup_steps=7)
     assert step.recompute == 12.5
+    assert step.memory == MemoryConfig(reserve="20GB")
+
+
+@pytest.mark.parametrize(
+    ("value", "config"),
+    [
+        ("on", MemoryConfig()),
+        ("0.8", MemoryConfig(reserve=0.8)),
+        ("off", None),
+        ("{room: 4 GiB, leak_watch: on}", MemoryConfig(room="4 GiB", leak_watch=LeakConfig())),
+        ("{reserve: 0.5, leak_watch: {windows: 6}}", MemoryConfig(reserve=0.5, leak_watch=LeakConfig(windows=6))),
+    ],
+)
+@pytest.mark.parametrize("root", ["tele_tron: {batch_size: 2, memory: VALUE}", "memory: VALUE"])
+def test_ways_to_write_memory(write: Write, root: str, value: str, config: MemoryConfig | None) -> None:
+    assert TrainingConfig.from_yaml(write(root.replace("VALUE", value))).memory == config
 
 
 def test_what_a_file_does_not_say_of_the_step_is_its_own(write: Write) -> None:
@@ -291,6 +316,9 @@ def test_what_a_file_does_not_say_of_the_step_is_its_own(write: Write) -> None:
         ("tele_tron:\n  recompute: 0", 2, "tele_tron.recompute", "greater than 0"),
         ("clip: {frames: 0}\nrecompute: block", 1, "clip.frames", "frames"),
         ("cuda_graph: on\ngpupipe: {}", 1, "cuda_graph", "beside 'gpupipe'"),
+        ("tele_tron:\n  memory: 20", 2, "tele_tron.memory.reserve", "an amount with its unit such as '20GB'"),
+        ("memory:\n  room: 5\n", 2, "memory.room", "above 0 and at most 1"),
+        ("memory:\n  leak_watch: {window: 5}", 2, "memory.leak_watch.window", "did you mean 'windows'"),
     ],
 )
 def test_faults_of_the_step_name_line_and_key(write: Write, text: str, line: int, key: str, says: str) -> None:

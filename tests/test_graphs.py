@@ -461,3 +461,79 @@ def test_what_was_in_the_place_of_forward_comes_back() -> None:
     with AdaptiveGraph(model, **AT_ONCE).installed():
         assert not model(inputs(1)[0]).any()
     assert model.__dict__["forward"] is patched
+
+
+def test_hooks_of_parameters_see_a_gradient_once() -> None:
+    """A graph's own gradients are no affair of theirs: they are for what the parameter gets."""
+    model, twin = pair()
+    for each in (model, twin):
+        each.one.weight.register_hook(lambda grad: 2 * grad)
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    (x,) = inputs(1)
+    graph(x).sum().backward(), twin(x).sum().backward()
+    assert graph.report().hits == 1
+    assert torch.equal(model.one.weight.grad, twin.one.weight.grad)  # type: ignore[arg-type]
+    assert model.one.weight is next(model.parameters()), "the module has its own parameters again"
+
+
+def test_autocast_ends_with_the_forward() -> None:
+    """A layer kept in float32 gets the gradients of float32, although the capture began under autocast."""
+
+    class Keeps(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.one(x).float()
+            with torch.autocast("cpu", enabled=False):
+                return self.other(hidden)
+
+    model, twin = pair(Keeps)
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    (x,) = inputs(1)
+    for call in (graph, twin):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call(x)
+        out.square().sum().backward()
+    assert graph.report().hits == 1
+    assert torch.equal(model.other.weight.grad, twin.other.weight.grad)  # type: ignore[arg-type]
+
+
+def test_parameters_that_are_read_past_the_module_get_their_gradients() -> None:
+    class Keeps(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept = [self.one.weight]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(x, self.kept[0]).sum() + super().forward(x).sum()
+
+    torch.manual_seed(1)
+    model = Keeps()
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    (x,) = inputs(1)
+    graph(x).backward()
+    found = model.one.weight.grad
+    model.zero_grad()
+    model(x).backward()
+    assert graph.report().hits == 1
+    assert torch.allclose(found, model.one.weight.grad)  # type: ignore[arg-type]
+
+
+def test_what_a_step_returns_keeps_no_graph() -> None:
+    """It would keep autograd's nodes of the parameters alive, from which no backward may come into a capture."""
+    model, _ = pair()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graph = AdaptiveGraph(whole_step(model, optimizer), **OPTIONS)
+    assert not any(graph(batch).requires_grad for batch in inputs(10))
+    assert graph.report().hits == 6
+
+
+def test_what_cannot_be_captured_at_all_is_told() -> None:
+    class Wrapped(nn.parallel.DistributedDataParallel):
+        def __init__(self, module: nn.Module) -> None:
+            nn.Module.__init__(self)
+            self.module = module
+
+    with pytest.raises(ConfigError, match="would not average gradients"):
+        AdaptiveGraph(Wrapped(Net()), **OPTIONS)
+    graph = AdaptiveGraph(nn.Identity(), **AT_ONCE)
+    graph(torch.empty(1, device="meta"))
+    assert "a tensor on meta among the arguments" in graph.report().failures[0]

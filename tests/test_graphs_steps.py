@@ -182,16 +182,6 @@ def test_an_optimizer_alone_reads_the_gradients_of_this_step() -> None:
         assert torch.equal(values(model), values(twin))
 
 
-def test_a_function_without_a_backward_is_not_captured() -> None:
-    """What a graph hands out has no gradient: the caller's backward would fail once it is replayed."""
-    model = net()
-    graph = AdaptiveGraph(lambda batch: model(batch).square().mean(), **OPTIONS)
-    for batch in batches(12):
-        graph(batch).backward()
-    assert graph.report().graphs == 0
-    assert "give AdaptiveGraph the module itself" in graph.report().failures[0]
-
-
 def test_arguments_that_no_graph_takes_are_told() -> None:
     """Else nobody would know why nothing is ever captured."""
     graph = AdaptiveGraph(lambda x, _: x * 2, **{**OPTIONS, "warmup_steps": 0})
@@ -200,7 +190,7 @@ def test_arguments_that_no_graph_takes_are_told() -> None:
         assert graph(x, other).tolist() == [2, 2, 2]
     told = graph.report().failures
     assert len(told) == 3
-    for failure, word in zip(told, ("a tensor on meta, not on cpu", "layout sparse_coo", "twice"), strict=True):
+    for failure, word in zip(told, ("a tensor on meta", "layout sparse_coo", "twice"), strict=True):
         assert word in failure
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -31,7 +32,7 @@ from gpupipe.data.scan.record import record
 from gpupipe.data.scan.scan import scan
 from gpupipe.data.stop import Stopped
 from gpupipe.device import disk
-from gpupipe.errors import OpenError
+from gpupipe.errors import ConfigError, OpenError
 
 FACTS: dict[str, dict[str, Any]] = {
     "t01_opengop_h264.mp4": {"frames": 120, "codec": "h264", "pix_fmt": "yuv420p", "interlaced": False, "rotation": 0},
@@ -256,6 +257,45 @@ def test_a_full_disk_leaves_no_half_file(video: Path, fresh_cache: Path, monkeyp
     monkeypatch.setattr(disk.os, "replace", full)
     assert load_anew(video, monkeypatch)[1]
     assert not [path for path in fresh_cache.rglob("*") if path.is_file()]
+
+
+def test_index_files_keep_their_bound_and_what_is_idle_makes_room(
+    video: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    identity = Identity.of(str(video))
+    size = len(store.make(identity)[0])
+    file = store.file_of(identity)
+    monkeypatch.setattr(store, "_A_LOOK", 1)
+    monkeypatch.setattr(store, "_full_until", -math.inf)
+    monkeypatch.setenv(store.BOUND, repr(256 * 2.5 * size / 2**30))
+    neighbours = [file.with_name(f"{number}.gpx") for number in range(3)]
+    for neighbour in neighbours:
+        neighbour.write_bytes(bytes(size))
+    file.unlink()
+    for neighbour in neighbours[:2]:
+        os.utime(neighbour, (0, time.time() - 7 * 86400))
+    assert store.make(identity)[1] == ""
+    assert [path.exists() for path in neighbours] == [False, False, True], "what nobody used for a week makes room"
+
+    neighbours[0].write_bytes(bytes(size))
+    file.unlink()
+    assert store.BOUND in store.make(identity)[1]
+    assert not file.exists()
+    assert neighbours[0].exists(), "what has been used of late stays"
+    load_anew(video, monkeypatch)
+    assert store.BOUND in caplog.text, "that it is not kept is told"
+    monkeypatch.setattr(store, "_full_until", -math.inf)
+    monkeypatch.setenv(store.BOUND, "much")
+    with pytest.raises(ConfigError, match=r"GPUPIPE_INDEX_GIB='much' is no number"):
+        store.make(identity)
+
+
+def test_an_index_that_is_read_is_marked_as_used(video: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load_anew(video, monkeypatch)
+    file = store.file_of(Identity.of(str(video)))
+    os.utime(file, (0, time.time() - 7 * 86400))
+    load_anew(video, monkeypatch)
+    assert time.time() - file.stat().st_mtime < 3600
 
 
 def test_the_folder_is_chosen_by_what_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

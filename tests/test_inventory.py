@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import math
 import os
@@ -227,6 +228,16 @@ def test_what_nvdec_can_do_is_said_with_a_reason(
     else:
         assert says in str(caps.reason)
         assert caps.engines == 0
+
+
+def test_the_drivers_answer_lies_as_cuviddec_h_says() -> None:
+    """CUVIDDECODECAPS: the driver writes all 88 bytes, and reads what is asked for from the first 12."""
+    places = {name: getattr(driver.DecodeCaps, name).offset for name, *_ in driver.DecodeCaps._fields_}
+    assert ctypes.sizeof(driver.DecodeCaps) == 88
+    assert (places["codec"], places["chroma"], places["bits_above_8"]) == (0, 4, 8)
+    assert (places["supported"], places["engines"], places["output_formats"]) == (24, 25, 26)
+    assert [places[f"most_{name}"] for name in ("width", "height", "macroblocks")] == [28, 32, 36]
+    assert [places[f"least_{name}"] for name in ("width", "height")] == [40, 42]
 
 
 def test_without_cuda_there_is_no_nvdec(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,6 +133,13 @@ def test_idle_decoders_make_room_for_a_decode(monkeypatch: pytest.MonkeyPatch) -
     mine.failures, mine.open = 1, 2  # type: ignore[attr-defined]
     assert one.decode(index, plan) == (PLANES, "nvdec"), "its own for other sizes made room"  # type: ignore[arg-type]
     assert mine.open == 0  # type: ignore[attr-defined]
+    emptied: list[int] = []
+    for name, value in {"memory_reserved": 2 << 30, "memory_allocated": 1 << 30}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    mine.failures = 1  # type: ignore[attr-defined]
+    assert one.decode(index, plan) == (PLANES, "nvdec"), "so did what torch kept"  # type: ignore[arg-type]
+    assert emptied == [1]
 
 
 def test_a_forked_child_leaves_its_parents_lanes_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
-from gpupipe.train.recomputing import Choice, Cost, _kept, _planned, recompute
+from gpupipe.train.recomputing import Choice, Cost, _kept, _observed, _planned, recompute
 
 MB = 1e-3
 """GB"""
@@ -115,6 +116,25 @@ def test_three_budgets(model: Model) -> None:
             model.zero_grad()
     assert kept[0] <= kept[1] <= kept[2]
     assert min(again[:2]) > again[2] == 0
+
+
+def test_a_plan_needs_no_room_for_what_it_is_to_save(model: Model) -> None:
+    """The forward that it measures keeps nothing: all kept at once may be more than there is memory for."""
+    x = batch()
+    hidden: list[StorageWeakRef] = []
+    still_there: list[int] = []
+
+    def note(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        still_there.append(sum(not each.expired() for each in hidden))
+        hidden.append(StorageWeakRef(out.untyped_storage()))
+
+    hooks = [block.up.register_forward_hook(note) for block in model.blocks]  # type: ignore[operator, union-attr]
+    blocks: dict[str, nn.Module] = {str(number): block for number, block in enumerate(model.blocks)}
+    _, kept = _observed(blocks, lambda: step(model, x))
+    assert still_there == [0] * 6
+    for hook in hooks:
+        hook.remove()
+    assert kept == kept_bytes(model, x)
 
 
 def test_the_plan_is_the_cheapest_that_fits(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
+from ranks import reports
 
 COPIES = """
 from torch import nn
@@ -82,27 +76,7 @@ def report(**found):
 
 def ranks(code: str, *arguments: Path) -> list[dict[str, Any]]:
     """What each of two processes reports."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "samples", "tests"))
-    common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = []
-    for rank in range(2):
-        environment = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-        command = [sys.executable, "-c", COMMON + code, *map(str, arguments)]
-        processes.append(
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-        )
-    try:
-        said = [process.communicate(timeout=100) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    found = [[line[5:] for line in out.splitlines() if line.startswith("FOUND")] for out, _ in said]
-    assert all(found), "\n".join(errors for _, errors in said)
-    return [json.loads(lines[0]) for lines in found]
+    return [lines[0] for lines in reports(2, ["-c", COMMON + code, *map(str, arguments)])]
 
 
 def test_gradients_of_float32_copies_are_averaged() -> None:

@@ -116,7 +116,7 @@ def options(videos: Path, out: Path, **fields: Any) -> argparse.Namespace:
     known = {name.replace("-", "_"): value for name, value in SIZES.items()} | {
         "videos": str(videos), "out": out, "steps": 6, "stride": 1, "patch": (1, 4, 4), "dtype": "float32", "lr": 1e-3,
         "master_weights": False, "warmup": 2, "clip": 1.0, "ema": 0.99, "seed": 0, "save_every": 100, "sample_every": 100,
-        "device": "cpu",
+        "device": "cpu", "reserve": None,
     }  # fmt: skip
     return argparse.Namespace(**known | fields)
 
@@ -167,7 +167,8 @@ class Started:
         arguments = [part for name, value in SIZES.items() for part in (f"--{name}", str(value))]
         arguments += ["--steps", str(STEPS), "--save-every", str(SAVE_EVERY), "--stride", "1", "--device", device]
         command = [sys.executable, str(ROOT / "samples" / "train_video_dit.py"), str(videos), "--out", str(out)]
-        common = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        common = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         if device == "cpu":
             common["GPUPIPE_OPS"] = "reference"
         if ranks > 1:

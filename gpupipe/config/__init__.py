@@ -21,7 +21,15 @@ from gpupipe.config.presets import PRESETS
 from gpupipe.config.ranges import Share, SpeedRange, ascending
 from gpupipe.config.source import FilterConfig, SourceConfig
 from gpupipe.config.stage import UNBUILT, Misfit, PathLike, StageConfig, fits, whole_number
-from gpupipe.config.training import OF_THE_STEP, GraphConfig, PrecisionConfig, TrainingConfig, WatchConfig
+from gpupipe.config.training import (
+    OF_THE_STEP,
+    GraphConfig,
+    LeakConfig,
+    MemoryConfig,
+    PrecisionConfig,
+    TrainingConfig,
+    WatchConfig,
+)
 from gpupipe.config.transform import IMAGENET_MEAN, IMAGENET_STD, TransformConfig
 from gpupipe.errors import ConfigError
 
@@ -42,7 +50,9 @@ __all__ = [
     "FilterConfig",
     "GraphConfig",
     "JitterConfig",
+    "LeakConfig",
     "LoaderConfig",
+    "MemoryConfig",
     "MixConfig",
     "PathLike",
     "PrecisionConfig",

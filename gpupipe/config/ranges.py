@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -43,6 +44,29 @@ def _three_times(value: Any) -> Any:
     return (value, value, value) if _number(value) else value
 
 
+_AMOUNT = r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(i?)B\s*"
+
+
+def _amount(value: Any) -> Any:
+    """A share as a number, an amount with its unit as it is written."""
+    if isinstance(value, str) and re.fullmatch(r"0?\.\d+|1(\.0+)?", value.strip()):  # as options of a command are given
+        value = float(value)
+    if _number(value) and 0 < value <= 1:
+        return float(value)
+    if isinstance(value, str) and (match := re.fullmatch(_AMOUNT, value, re.IGNORECASE)) and float(match[1]) > 0:
+        return value.strip()
+    raise ValueError("must be a share of the device's memory, above 0 and at most 1, or an amount with its unit such as '20GB'")
+
+
+def amount_bytes(amount: float | str, total_bytes: int) -> int:
+    """Bytes of an :data:`Amount`, of ``total_bytes`` in all. KB to TB are powers of 1000, KiB to TiB of 1024."""
+    if isinstance(amount, float):
+        return int(amount * total_bytes)
+    match = re.fullmatch(_AMOUNT, amount, re.IGNORECASE)
+    assert match is not None, amount
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1))
+
+
 def ascending(name: str, value: tuple[float, ...] | None) -> None:
     """Raises ValueError unless ``value`` is (low, high) with low <= high."""
     if value is not None and value[0] > value[1]:
@@ -57,6 +81,8 @@ Zoom = Annotated[float, Field(ge=0.01, le=100)]
 Deviation = Annotated[float, Field(ge=1e-6, le=1e6)]
 """What the difference from the mean is divided by."""
 Part = Annotated[float, Field(gt=0, le=1)]
+Amount = Annotated[float | str, BeforeValidator(_amount, json_schema_input_type=Part | str)]
+"""Of memory: a share of the device's, or an amount with its unit, ``"20GB"`` or ``"16 GiB"``; see :func:`amount_bytes`."""
 Ratio = Annotated[float, Field(ge=1e-4, le=1e4)]
 
 Factor = Annotated[float, Field(ge=0, le=1000)]

@@ -19,7 +19,6 @@ Model = TypeVar("Model", bound="StageConfig")
 
 UNBUILT: dict[str, str] = {
     "optical_flow": "a model for it can run on batch['video'] in the training step, or on each clip in VideoLoader(after=…)",
-    "memory": "jitter.max_gib and cache.clips_gib bound what a loader holds, micro-batches follow the memory that is free",
 }
 """Parts of a training system that files name and gpupipe does not have, and what to do without."""
 

@@ -1,4 +1,4 @@
-"""The configuration of a training step: its precision and the watch over it, its graphs, what it makes again."""
+"""The configuration of a training step: its precision and the watch over it, its graphs, its memory, what it makes again."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
+from gpupipe.config.ranges import Amount
 from gpupipe.config.stage import Misfit, PathLike, StageConfig, fits
 
 Scale = Annotated[float, Field(gt=0, le=2.0**126)]
@@ -81,6 +82,39 @@ class GraphConfig(StageConfig):
     """Whether a module that cannot be captured whole is cut where it asks for a value on the host."""
 
 
+class LeakConfig(StageConfig):
+    """When memory that is held from step to step counts as a leak: the settings of :class:`gpupipe.train.LeakWatch`."""
+
+    warmup_steps: Annotated[int, Field(ge=0)] = 100
+    """Steps that are not looked at: the optimizer's state, caches and graphs come in them."""
+    window_steps: Annotated[int, Field(ge=2)] = 50
+    """Steps of a window. Of each the least that was held counts, so that what comes and goes within one is no growth."""
+    windows: Annotated[int, Field(ge=2)] = 4
+    """Windows in a row that must each hold more than the one before. In one more what grows is looked for."""
+    least_growth: Amount = "32MB"
+    """What they must have grown by in all, the largest rise left out, which may be a jump; a share is of the device's memory.
+    What leaks slowly takes more windows to come to it, and is found then."""
+    action: Literal["warn", "raise"] = "warn"
+    """``warn``: it is told once, in the log. ``raise``: training ends in a :class:`gpupipe.errors.MemoryLeakError`."""
+
+
+def _switched(value: Any) -> Any:
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
+class MemoryConfig(StageConfig):
+    """The device's memory: the settings of :func:`gpupipe.train.reserve_memory` and of the watch over it."""
+
+    reserve: Amount | None = None
+    """What is taken at the start and kept for tensors, what torch holds by then included: a share of the device's memory, or an
+    amount such as ``"60GB"``. None: memory is taken as it is needed."""
+    room: Amount = 0.05
+    """What torch never takes, beyond what is in use outside of it at the start: NVDEC's decoders, CuPy, NCCL and other
+    processes allocate there. A share of the device's memory, or an amount."""
+    leak_watch: Annotated[LeakConfig | None, BeforeValidator(_switched, json_schema_input_type=bool | LeakConfig | None)] = None
+    """Settings of :class:`gpupipe.train.LeakWatch`; true: as they are by default. None: no watch."""
+
+
 _TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -93,8 +127,9 @@ def _typed(value: Any) -> Any:
     return value
 
 
-def _switched(value: Any) -> Any:
-    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+def reserved(value: Any) -> Any:
+    """What stands for the settings of memory: an amount for the one that is set aside, true for the defaults."""
+    return {"reserve": value} if isinstance(value, int | float | str) and not isinstance(value, bool) else _switched(value)
 
 
 class TrainingConfig(StageConfig):
@@ -111,6 +146,11 @@ class TrainingConfig(StageConfig):
     """Settings of :class:`gpupipe.train.AdaptiveGraph`; true: as they are by default. None: no graphs."""
     recompute: Literal["none", "elementwise", "block"] | Annotated[float, Field(gt=0)] = "none"
     """What activations are made again in the backward, by :func:`gpupipe.train.recompute`: a policy, or a budget in GB."""
+    memory: Annotated[
+        MemoryConfig | None, BeforeValidator(reserved, json_schema_input_type=bool | float | str | MemoryConfig | None)
+    ] = None
+    """Settings of :func:`gpupipe.train.reserve_memory` and :class:`gpupipe.train.LeakWatch`; a share or an amount stands for
+    ``{"reserve": …}``, true for the defaults. None: memory is left to torch."""
 
     @classmethod
     def from_yaml(cls, path: PathLike) -> Self:

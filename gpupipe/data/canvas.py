@@ -11,6 +11,7 @@ import torch
 from gpupipe.data.shape import Patch, Shape
 from gpupipe.data.transform import ClipTransform
 from gpupipe.data.transform.picture import CHANNELS
+from gpupipe.device.buffers import BufferPool
 
 
 class Canvas(Protocol):
@@ -32,22 +33,37 @@ class Canvas(Protocol):
         ...
 
 
+def _memory(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    buffers: BufferPool | None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
+    if buffers is None:
+        return torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+    memory = buffers.take(shape, dtype, memory_format=memory_format)
+    buffers.give_back(memory)  # it is used again when nobody refers to it, of those who get the batch either
+    return memory
+
+
 class Stacked:
     """Clips of one size, the shorter ones filled up with zeros behind their end.
 
     Args:
         transforms: of each clip.
+        buffers: that batches before this one have left; on the CPU alone, where no stream has to have passed.
     """
 
     lengths: Sequence[int] = ()
 
-    def __init__(self, transforms: Sequence[ClipTransform], device: torch.device) -> None:
+    def __init__(self, transforms: Sequence[ClipTransform], device: torch.device, buffers: BufferPool | None = None) -> None:
         longest = max(transforms, key=lambda transform: transform.frames)
         self._format = longest.memory_format
         self._frames = [transform.frames for transform in transforms]
         self._time = longest.time_axis
         shape = (len(transforms), *longest.clip_shape)
-        self.video = torch.empty(shape, dtype=longest.dtype, device=device, memory_format=self._format)
+        self.video = _memory(shape, longest.dtype, device, buffers, self._format)
         self._slots = self.video.unbind()
 
     def slot(self, number: int) -> torch.Tensor:
@@ -74,13 +90,15 @@ class Packed:
     one another along the width, then the height, then time.
     """
 
-    def __init__(self, transforms: Sequence[ClipTransform], patch: Patch, device: torch.device) -> None:
+    def __init__(
+        self, transforms: Sequence[ClipTransform], patch: Patch, device: torch.device, buffers: BufferPool | None = None
+    ) -> None:
         self._transforms, self._patch = transforms, patch
         self._grids = [Shape(each.frames, *each.config.size).grid(patch) for each in transforms]
         self.lengths: Sequence[int] = [t * h * w for t, h, w in self._grids]
         self._ends = list(accumulate(self.lengths, initial=0))
         values = CHANNELS * patch[0] * patch[1] * patch[2]
-        self.tokens = torch.empty((self._ends[-1], values), dtype=transforms[0].dtype, device=device)
+        self.tokens = _memory((self._ends[-1], values), transforms[0].dtype, device, buffers)
 
     def slot(self, number: int) -> torch.Tensor:
         transform = self._transforms[number]

@@ -11,6 +11,7 @@ import torch
 
 from gpupipe.config.stage import whole_number
 from gpupipe.device.stream import hand_over
+from gpupipe.device.usage import usage
 from gpupipe.errors import ClosedError, ConfigError, DeviceMemoryError, SourceError
 from gpupipe.types import Batch
 
@@ -177,8 +178,7 @@ def _check_room(step: int, steps: int, device: torch.device) -> None:
 
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+        return usage(device).reachable - int(torch.cuda.memory_allocated(device))
     import psutil
 
     return int(psutil.virtual_memory().available)

@@ -12,6 +12,7 @@ from typing import Literal, Protocol, Self
 
 import torch
 
+from gpupipe.device.usage import ran_out, usage
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.telemetry import log
 from gpupipe.types import Batch
@@ -70,8 +71,7 @@ class CudaMemory:
 
     @property
     def limit(self) -> int:
-        free, _ = torch.cuda.mem_get_info(self._device)
-        return int(free + torch.cuda.memory_reserved(self._device))
+        return usage(self._device).reachable
 
     def free(self) -> None:
         torch.cuda.empty_cache()
@@ -202,15 +202,6 @@ def agree(values: Sequence[int], device: torch.device, world_size: int) -> list[
     asked = torch.tensor(list(values), dtype=torch.int64, device=on)
     distributed.all_reduce(asked, distributed.ReduceOp.MAX)
     return [int(value) for value in asked.tolist()]
-
-
-def ran_out(error: BaseException | None) -> bool:
-    """Whether an error says that memory did not do."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(
-        words in str(error) for words in ("out of memory", "not enough memory", "can't allocate memory")
-    )
 
 
 class Steps(Protocol):

@@ -13,6 +13,7 @@ from gpupipe.data.canvas import Canvas, Packed, Stacked
 from gpupipe.data.group import Group
 from gpupipe.data.job import Job
 from gpupipe.data.visit import Task
+from gpupipe.device.buffers import BufferPool
 from gpupipe.device.stream import stage
 
 _FURTHER_VISITS = 256
@@ -21,6 +22,8 @@ _FURTHER_BYTES = 1 << 30
 """Memory of the batches that these belong to, at most."""
 _AUTO_BYTES, _AUTO_BATCHES = 1 << 30, 4
 """A depth that sets itself goes as far as the larger of these."""
+_IDLE_BYTES = 256 << 20
+"""Memory of batches that were dropped, kept for those to come, at most."""
 
 
 def visits_per_batch(groups: Sequence[Group]) -> int:
@@ -53,6 +56,8 @@ def most_bytes(jitter: JitterConfig, size_bytes: int) -> int | None:
 def tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[int], int | None]) -> Generator[Task | None]:
     """All visits of the epoch in order; None while ``reserve``, asked for one of so many bytes, has no number for a batch."""
     clips, number = job.config.clip.clips_per_video, 0
+    # On a GPU torch's allocator does the same, in the order of the pipeline's own stream.
+    buffers = BufferPool(job.device, idle_bytes=_IDLE_BYTES) if job.device.type == "cpu" else None
     for group in groups:
         size_bytes = _bytes(job, group)
         while (batch := reserve(size_bytes)) is None:
@@ -60,7 +65,7 @@ def tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[int]
         with stage("allocate"), job.telemetry.at("assemble"):
             assembly = Assembly(
                 len(group.requests) * clips,
-                partial(_canvas, job, group),
+                partial(_canvas, job, group, buffers),
                 job.device,
                 job.stream,
                 job.kinds,
@@ -78,12 +83,12 @@ def tasks(job: Job, groups: Sequence[Group], epoch: int, reserve: Callable[[int]
             yield visits.popleft()
 
 
-def _canvas(job: Job, group: Group) -> Canvas:
+def _canvas(job: Job, group: Group, buffers: BufferPool | None) -> Canvas:
     clips = job.config.clip.clips_per_video
     transforms = [job.makers.transform(request.shape) for request in group.requests for _ in range(clips)]
     if job.config.batch.layout == "pack":
-        return Packed(transforms, job.config.batch.patch, job.device)
-    return Stacked(transforms, job.device)
+        return Packed(transforms, job.config.batch.patch, job.device, buffers)
+    return Stacked(transforms, job.device, buffers)
 
 
 def _bytes(job: Job, group: Group) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -12,6 +14,9 @@ from typing import BinaryIO
 INDICES, SHARDS, REMOTE, LAUNCHES = "index", "shards", "remote", "autotune"
 """Kinds of files, each in a folder of its own."""
 KINDS = (INDICES, SHARDS, REMOTE, LAUNCHES)
+_IDLE_SECONDS = 24 * 3600.0
+_TOUCH_SECONDS = 3600.0
+"""How old the mark of a file's last use may get."""
 
 
 def cache_dir() -> Path:
@@ -28,12 +33,44 @@ def cache_dir() -> Path:
 
 def stored(kind: str) -> dict[Path, int]:
     """Files of one kind in the cache folder, with their bytes; parts that a killed process left included."""
-    found = {}
-    for file in (cache_dir() / kind).rglob("*"):
+    return {file: facts.st_size for file, facts in _files(cache_dir() / kind)}
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    for file in folder.rglob("*"):
         with contextlib.suppress(OSError):  # gone since
-            if file.is_file():
-                found[file] = file.stat().st_size
-    return found
+            facts = file.stat()
+            if stat.S_ISREG(facts.st_mode):
+                yield file, facts
+
+
+def read(file: Path) -> bytes | None:
+    """The bytes of a file, which is marked as used; None where there is none."""
+    try:
+        data = file.read_bytes()
+    except OSError:
+        return None
+    with contextlib.suppress(OSError):  # gone since, or not ours to mark
+        if time.time() - file.stat().st_mtime > _TOUCH_SECONDS:
+            os.utime(file)
+    return data
+
+
+def tidied(folder: Path, bound: int) -> int:
+    """Bytes in a folder, after files that nobody has used for a day were removed, as far as ``bound`` bytes ask for it.
+
+    What has been used of late stays, over the bound too: an epoch visits each sample once, so that throwing out what was used
+    least recently would throw out almost everything just before its next use (see :mod:`gpupipe.data.cache`).
+    """
+    found = sorted((facts.st_mtime, facts.st_size, file) for file, facts in _files(folder))
+    total, idle = sum(size for _, size, _ in found), time.time() - _IDLE_SECONDS
+    for used, size, file in found:
+        if total <= bound or used > idle:
+            break
+        with contextlib.suppress(OSError):
+            file.unlink()
+            total -= size
+    return total
 
 
 def clear(kind: str) -> int:

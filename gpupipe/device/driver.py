@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -171,6 +172,31 @@ def drop_contexts(most: int) -> None:
     driver.cuCtxGetCurrent(ctypes.byref(top))
     if top.value != current.value:
         driver.cuCtxPushCurrent_v2(current)
+
+
+_THREAD_LOCAL, _RELAXED = 1, 2
+"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_CAPTURE_MODE_RELAXED"""
+
+
+def begin_capture(stream: int) -> None:
+    """Begins to capture what a stream is given as a CUDA graph, while other threads may use the GPU as they like.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    _check(_driver().cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _THREAD_LOCAL))
+
+
+@contextmanager
+def beside_capture() -> Iterator[None]:
+    """Within the block this thread may do what is not to be a part of its capture and would spoil it: load a kernel, say."""
+    mode = ctypes.c_int(_RELAXED)
+    exchange = _driver().cuThreadExchangeStreamCaptureMode
+    _check(exchange(ctypes.byref(mode)))  # which leaves there the one that was
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 def graph_nodes(graph: int) -> int:

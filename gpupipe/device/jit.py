@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from gpupipe.device.driver import beside_capture
+
 reason: str | None = None
 """Why no Triton kernel can run in this process; None when some can."""
 try:
@@ -82,10 +84,13 @@ _ready: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
 def _launch_by_triton(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], constants: dict[str, Any]) -> Any:
     device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda":
         return kernel[grid](*args, enable_fp_fusion=True, **constants)
     with torch.cuda.device(device):  # Triton goes by the current GPU
-        return kernel[grid](*args, enable_fp_fusion=True, **constants)
+        if not torch.cuda.is_current_stream_capturing():
+            return kernel[grid](*args, enable_fp_fusion=True, **constants)
+        with beside_capture():  # it may have to be loaded first
+            return kernel[grid](*args, enable_fp_fusion=True, **constants)
 
 
 def _order(kernel: Any, count: int, constants: dict[str, Any]) -> list[int]:

@@ -25,6 +25,20 @@ _ALIGN = 512
 """Pieces start at multiples of this many bytes."""
 
 
+_WORTH_IT_BYTES = 32 << 20
+
+
+def give_back_idle(device: torch.device) -> bool:
+    """Has torch give memory of a CUDA device that it keeps for later back to the driver; False where that is hardly any."""
+    import torch
+
+    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if idle < _WORTH_IT_BYTES:
+        return False
+    torch.cuda.empty_cache()
+    return True
+
+
 @dataclass
 class _Slab:
     memory: torch.Tensor

@@ -2,7 +2,54 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from gpupipe.device.jit import jit, tl
+
+_here = threading.local()
+
+
+def drawn_seed(device: torch.device) -> torch.Tensor:
+    """The seed of one call, of torch's generator: on the device, so that no host waits and a graph replays other ones."""
+    seed = torch.randint(2**62, (1,), device=device)
+    own: int = getattr(_here, "own", 0)
+    return seed + own if own else seed
+
+
+@contextmanager
+def own_draws(rank: int, device: torch.device, *, when: bool = True) -> Iterator[None]:
+    """In this block each rank drops other elements, for each has other columns, though their generators are at one place.
+
+    Afterwards they are at one place again, so that what the ranks do alike stays alike; and a checkpoint that puts the
+    generators back makes the same draws once more.
+
+    Args:
+        rank: 0 and up.
+        device: where is drawn.
+        when: False: nothing changes.
+    """
+    if not when:
+        yield
+        return
+    before = getattr(_here, "own", 0)
+    _here.own = rank + 1
+    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    try:
+        if capturing:  # kernels alone run here, which draw by their seed
+            yield
+            return
+        fresh = int(torch.randint(2**62, (1,)))  # of the host's generator, which waits for no device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.default_generator.manual_seed(fresh + rank)
+            if device.type == "cuda":
+                torch.cuda.manual_seed(fresh + rank)
+            yield
+    finally:
+        _here.own = before
 
 
 @jit

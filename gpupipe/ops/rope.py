@@ -90,6 +90,34 @@ class Rope:
         made.table = self.table.to(device)
         return made
 
+    def part(self, axis: int, first: int, count: int) -> Rope:
+        """The same tables without the positions before ``first`` on one axis: for tokens whose grid begins there.
+
+        Args:
+            axis: 0 frames, 1 rows, 2 columns.
+            first, count: positions; none is left out where nothing turns with this axis.
+
+        Raises:
+            ShapeError: for tables that do not have these positions.
+        """
+        if not self.pairs[axis]:
+            return self
+        if first + count > self.lengths[axis]:
+            raise ShapeError(
+                f"rope has {self.lengths[axis]} positions on axis {axis}", fix=f"{first + count} are needed: make longer tables"
+            )
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        sizes = [length * pairs for length, pairs in zip(self.lengths, self.pairs, strict=True)]
+        sides = []
+        for side in self.table.view(2, -1):
+            own = list(side.split(sizes))
+            own[axis] = own[axis].view(-1, self.pairs[axis])[first : first + count].reshape(-1)
+            sides += own
+        made.table = torch.cat(sides)
+        made.lengths = [count if place == axis else length for place, length in enumerate(self.lengths)]
+        return made
+
     def fitting(self, grid: tuple[int, ...] | None, tokens: int, dim: int, like: torch.Tensor) -> list[int]:
         """The token grid as three numbers, checked against these tables.
 

@@ -12,6 +12,7 @@ from torch import nn
 from gpupipe.errors import ConfigError
 from gpupipe.train.arguments import a_mapping, a_model, a_number, of
 from gpupipe.train.loading import on_load, renamed, unwrapped
+from gpupipe.train.shards import locals_of
 
 
 class Ema:
@@ -67,7 +68,7 @@ class Ema:
         now = [self._weights[name].detach() for name in self.averages]
         if any(value.dtype != torch.float32 for value in now):
             now = [value.float() for value in now]
-        torch._foreach_lerp_(list(self.averages.values()), now, 1 - decay)
+        torch._foreach_lerp_(locals_of(self.averages.values()), locals_of(now), 1 - decay)
 
     @contextmanager
     def applied(self) -> Iterator[None]:

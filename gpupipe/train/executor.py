@@ -233,6 +233,8 @@ class _Work(Generic[T, P]):
         self._over = False
         self._thread = threading.Thread(target=self._run, name="gpupipe-prepare", daemon=True)
         self._begun = False
+        if stream is not None:  # batches may be there already, made on the stream of whoever iterates
+            hand_over((), [torch.cuda.current_stream(device).record_event()], stream)
 
     def _run(self) -> None:
         try:
@@ -252,6 +254,8 @@ class _Work(Generic[T, P]):
 
     def _prepared(self, number: int, batch: T) -> _Made[P]:
         begin = self._timeline.mark() if self._timeline is not None else None
+        if self._stream is not None:
+            hand_over(tensors_in(batch), (), self._stream)
         value: Any = batch if self._prepare is None else self._prepare(batch)
         if self._timeline is not None and begin is not None:
             self._timeline.add(PREPARE, number, begin, self._timeline.mark())

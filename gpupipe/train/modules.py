@@ -110,6 +110,8 @@ class GridAttention(nn.Module):
         ConfigError: for sizes below 1, another axis, or heads that do not divide the columns.
     """
 
+    attend = staticmethod(ops.attention)
+
     def __init__(self, size: int, heads: int, axis: Axis = "full", qkv_bias: bool = True, qk_norm: bool = True) -> None:
         super().__init__()
         whole(size, "size", 1)
@@ -132,8 +134,8 @@ class GridAttention(nn.Module):
         q_weight = None if self.q_norm is None else self.q_norm.weight
         k_weight = None if self.k_norm is None else self.k_norm.weight
         norm = None if self.q_norm is None else "head"
-        made = ops.attention(qkv, q_weight, k_weight, rope, grid=grid, axis=self.axis, norm=norm)  # type: ignore[arg-type]
-        return self.proj(made.flatten(2))  # type: ignore[no-any-return]
+        made = self.attend(qkv, q_weight, k_weight, rope, grid=grid, axis=self.axis, norm=norm)  # type: ignore[arg-type]
+        return ops.linear_act(made.flatten(2), self.proj.weight, self.proj.bias, activation=None)
 
     def extra_repr(self) -> str:
         return f"heads={self.heads}, axis={self.axis!r}"

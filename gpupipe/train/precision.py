@@ -20,10 +20,10 @@ from gpupipe.errors import ConfigError
 from gpupipe.train.arguments import a_device, a_mapping, a_model, a_number, a_tensor, of, shown
 from gpupipe.train.loading import on_load, renamed, unwrapped
 from gpupipe.train.made import MADE, reduced
+from gpupipe.train.shards import Scaler, average, is_fully_sharded, locals_of, total_norm
+from gpupipe.train.shards import clip as shrink
 
 _LOW = (torch.bfloat16, torch.float16)
-_BUCKET_BYTES = 64 << 20
-"""Gradients that are reduced together: few enough to need little memory, enough for the network's full rate."""
 
 
 class Precision:
@@ -43,6 +43,8 @@ class Precision:
     Args:
         config: a PrecisionConfig, or a dict of its fields.
         device: where the model is; default the current CUDA device, or the CPU where there is none.
+        group: the ranks over whose batches ``master_weights`` averages gradients; default all. For a model that is split
+            between some ranks (:mod:`gpupipe.train.parallel`): those that have the same part of it.
 
     Attributes:
         config: the settings.
@@ -50,8 +52,13 @@ class Precision:
     """
 
     def __init__(
-        self, config: PrecisionConfig | dict[str, Any] | None = None, device: torch.device | str | None = None
+        self,
+        config: PrecisionConfig | dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self.group = group
         self.config = PrecisionConfig.parse(config)
         self.device = a_device(device) if device is not None else resolve_device("auto")
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
@@ -67,7 +74,7 @@ class Precision:
         """The loss scale of the last step, float32 on the device; 1 without one."""
         self._scaler: torch.amp.GradScaler | None = None
         if self.dtype == torch.float16:
-            self._scaler = torch.amp.GradScaler(
+            self._scaler = Scaler(
                 self.device.type, init_scale=self.config.initial_scale, growth_interval=self.config.growth_interval
             )
 
@@ -90,6 +97,11 @@ class Precision:
         if self._prepared:
             raise ConfigError("prepare() a second time", fix="give it the whole model, once; make a Precision for each")
         self._prepared = True
+        if self.config.master_weights and is_fully_sharded(model):
+            raise ConfigError(
+                "master_weights under fully_shard, whose float32 shards are just that",
+                fix="leave master_weights out, and shard with mp_policy=precision.fsdp_policy()",
+            )
         for name, value in model.named_parameters():
             if value.device.type != self.device.type:
                 raise ConfigError(
@@ -146,6 +158,14 @@ class Precision:
                     fix="load without assign=True, or before prepare()",
                 )
             master.copy_(torch.where(master.to(value.dtype) == value, master, value.float()))
+
+    def fsdp_policy(self) -> Any:
+        """What ``fully_shard`` takes as ``mp_policy``: parameters are gathered in this precision's type, gradients reduced in
+        float32, and the shards that the optimizer steps stay float32. Beside :meth:`autocast`, not in its place."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        low = self.dtype if self.dtype != torch.float32 else None
+        return MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False)
 
     def autocast(self) -> AbstractContextManager[object]:
         """For the forward pass and the loss."""
@@ -213,7 +233,7 @@ class Precision:
             ConfigError: for an optimizer over other tensors, no gradients at all, a ``clip`` that is no norm, or under a loss
                 scale a second step without a backward of its own, whose gradients have a scale that is gone.
         """
-        if clip is not None and not (type(clip) in (int, float) and 0 < clip < math.inf):
+        if clip is not None and not (isinstance(clip, int | float) and clip is not True and 0 < clip < math.inf):
             raise ConfigError(f"clip={shown(clip)} is no norm", fix="give a number above 0, or None to shrink nothing")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(_several(optimizer))
         self._check(optimizers)
@@ -228,15 +248,16 @@ class Precision:
             )
         self._stepped = True
         if self.config.master_weights:
-            _average([value.grad for value in values])
+            average([value.grad for value in values], self.group)
         stepping = [each for each, own in zip(optimizers, of_each, strict=True) if any(one.grad is not None for one in own)]
         self.used_scale = self.scale
         if self._scaler is not None:
             for each in stepping:
                 self._scaler.unscale_(each)
-        norm = torch.nn.utils.get_total_norm([value.grad for value in values]).float()
+        grads = [value.grad for value in values]
+        norm = total_norm(grads)
         if clip is not None:
-            torch.nn.utils.clip_grads_with_norm_(values, clip, norm)
+            shrink(grads, clip, norm)
         if self._scaler is not None:
             _share_what_was_found(self._scaler, stepping)
             for each in stepping:
@@ -250,7 +271,7 @@ class Precision:
             each.zero_grad(set_to_none=True)
         if self._low:
             with torch.no_grad():
-                torch._foreach_copy_(self._low, list(self.masters.values()))
+                torch._foreach_copy_(locals_of(self._low), locals_of(self.masters.values()))
         return norm
 
     def _check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -375,23 +396,6 @@ def _add_to(master: torch.Tensor) -> Any:
         parameter.grad = None
 
     return add
-
-
-@torch.no_grad()
-def _average(grads: Sequence[torch.Tensor]) -> None:
-    """Means over all ranks, in buckets."""
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        return
-    bucket: list[torch.Tensor] = []
-    for number, grad in enumerate(grads):
-        bucket.append(grad)
-        if number + 1 == len(grads) or sum(each.nbytes for each in bucket) >= _BUCKET_BYTES:
-            flat = torch.cat([each.reshape(-1) for each in bucket])
-            dist.all_reduce(flat)
-            flat.div_(dist.get_world_size())
-            parts = torch.split(flat, [each.numel() for each in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
-            bucket = []
 
 
 class _InFloat32(nn.Module):

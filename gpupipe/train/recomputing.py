@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, get_args
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -44,6 +45,8 @@ class Cost:
 
     kept_bytes: int
     seconds: float
+    passing_bytes: int = 0
+    """What it takes beyond that at its own peak, in the backward as a rule; 0 where nobody counts."""
 
 
 @dataclass(frozen=True)
@@ -178,16 +181,18 @@ def _is_heavy(op: Any) -> bool:
 def _planned(
     model: torch.nn.Module, blocks: dict[str, torch.nn.Module], budget: int, step: Callable[[], torch.Tensor]
 ) -> Recompute:
+    base = _base_bytes(model)  # now: what is called below is held till it has been measured
     calls, kept_in_all = _observed(blocks, step)
     costs = _measured(blocks, calls)
-    base = _base_bytes(model)
     rest = max(0, kept_in_all - sum(cost["none"].kept_bytes for cost in costs.values()))
     policies: dict[str, Policy] = dict.fromkeys(costs, "none")
 
     def peak() -> int:
-        """Everything kept, and the largest block that is being made again at the time."""
+        """Everything kept, and what passes: the largest block that is being made again at the time, say."""
+        chosen = [costs[name][policy] for name, policy in policies.items()]
         again = [costs[name]["none"].kept_bytes for name, policy in policies.items() if policy != "none"]
-        return base + rest + sum(costs[name][policy].kept_bytes for name, policy in policies.items()) + max(again, default=0)
+        passing = max([each.passing_bytes for each in chosen] + again, default=0)
+        return base + rest + sum(each.kept_bytes for each in chosen) + passing
 
     while peak() > budget:
         moves = [
@@ -234,11 +239,13 @@ def _observed(blocks: dict[str, torch.nn.Module], step: Callable[[], torch.Tenso
     calls: dict[str, _Call] = {}
 
     def keep(name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.setdefault(name, _Call(args, kwargs))
+        if name not in calls:
+            calls[name] = _Call(tree_map(_own, args), tree_map(_own, kwargs))  # not the graph that they are the ends of
 
     hooks = [block.register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name, block in blocks.items()]
     try:
-        with _kept() as kept, torch.enable_grad():
+        # Nothing is kept in truth: it may be more than there is memory for, which is why a budget is asked for.
+        with _kept(counted_only=True) as kept, torch.enable_grad():
             loss = step()
             total = kept()
             del loss
@@ -267,17 +274,14 @@ def _measured(blocks: dict[str, torch.nn.Module], calls: dict[str, _Call]) -> di
 
 def _cost(block: torch.nn.Module, call: _Call, policy: Policy) -> Cost:
     """Of one block alone, with its inputs as they were."""
-
-    def own(value: Any) -> Any:
-        return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
-
     forward = block.forward if policy == "none" else partial(_again, forward_of(block), policy)
     wanted = [each for each in block.parameters() if each.requires_grad]
-    seconds, kept_bytes = [], 0
+    seconds, kept_bytes, passing_bytes = [], 0, 0
     for _ in range(_RUNS):
-        args, kwargs = tree_map(own, call.args), tree_map(own, call.kwargs)
+        args, kwargs = tree_map(_own, call.args), tree_map(_own, call.kwargs)
         device = next((each.device for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)), None)
         _wait(device)
+        held = _held_bytes(device)
         begin = time.perf_counter()
         with _kept(policy) as kept, torch.enable_grad():
             made = [
@@ -289,11 +293,22 @@ def _cost(block: torch.nn.Module, call: _Call, policy: Policy) -> Cost:
             torch.autograd.grad(made, [*sides, *wanted], [torch.ones_like(each) for each in made], allow_unused=True)
         _wait(device)
         seconds.append(time.perf_counter() - begin)
-    return Cost(kept_bytes, min(seconds[1:]))
+        if held is not None:
+            passing_bytes = max(0, torch.cuda.max_memory_allocated(device) - held - kept_bytes)
+        del made
+    return Cost(kept_bytes, min(seconds[1:]), passing_bytes)
 
 
-def _with_gradient(value: Any) -> list[torch.Tensor]:
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor) and each.requires_grad]
+def _own(value: Any) -> Any:
+    return value.detach().requires_grad_(value.requires_grad) if isinstance(value, torch.Tensor) else value
+
+
+def _held_bytes(device: torch.device | None) -> int | None:
+    """Memory that is held on a CUDA device, from which on its peak is counted anew."""
+    if device is None or device.type != "cuda":
+        return None
+    torch.cuda.reset_peak_memory_stats(device)
+    return torch.cuda.memory_allocated(device)
 
 
 def _wait(device: torch.device | None) -> None:
@@ -302,39 +317,55 @@ def _wait(device: torch.device | None) -> None:
 
 
 @contextmanager
-def _kept(policy: Policy = "none") -> Iterator[Callable[[], int]]:
-    """Counts the bytes that a forward keeps for its backward, each piece of memory once; parameters are there anyhow."""
-    pieces: dict[int, int] = {}
+def _kept(policy: Policy = "none", *, counted_only: bool = False) -> Iterator[Callable[[], int]]:
+    """Counts the bytes that a forward keeps for its backward, each piece of memory once; parameters are there anyhow.
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
+    Args:
+        counted_only: it keeps nothing, and no backward can follow.
+    """
+    pieces = _Pieces()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | None:
         owner = tensor if tensor._base is None else tensor._base
         if not isinstance(owner, torch.nn.Parameter):
-            storage = tensor.untyped_storage()
-            pieces[storage.data_ptr()] = storage.nbytes()
-        return tensor
+            pieces.add(tensor)
+        return None if counted_only else tensor
 
-    watch = _Heavy() if policy == "elementwise" else None
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    watch = _Heavy(pieces) if policy == "elementwise" else None
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):  # type: ignore[arg-type, return-value]
         if watch is None:
-            yield lambda: sum(pieces.values())
+            yield pieces.size_bytes
         else:
             with watch:
-                yield lambda: sum((pieces | watch.pieces).values())
+                yield pieces.size_bytes
+
+
+class _Pieces:
+    """Pieces of memory, each counted once, also when it has gone since and another lies in its place."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        seen = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._found.setdefault(seen.cdata, (seen, storage.nbytes()))
+
+    def size_bytes(self) -> int:
+        return sum(size for _, size in self._found.values())
 
 
 class _Heavy(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Results of heavy ops, which selective checkpointing keeps by itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, pieces: _Pieces) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.pieces: dict[int, int] = {}
-        self._held: list[torch.Tensor] = []
+        self._pieces = pieces
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
         if _is_heavy(func):
             for each in tree_leaves(made):
                 if isinstance(each, torch.Tensor):
-                    self._held.append(each)  # so that no other piece gets the same address
-                    self.pieces[each.untyped_storage().data_ptr()] = each.untyped_storage().nbytes()
+                    self._pieces.add(each)
         return made

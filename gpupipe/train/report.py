@@ -44,11 +44,12 @@ class Report:
         for title, entries in parts:
             if entries:
                 lines.append(f"{title} ({len(entries)})")
-                lines += _lines(entries)
+                lines += as_lines(entries)
         return "\n".join(lines) if lines else "nothing is fused"
 
 
-def _lines(entries: list[Entry]) -> list[str]:
+def as_lines(entries: list[Entry]) -> list[str]:
+    """Entries as lines of columns, one for those that are alike."""
     alike = Counter((_NUMBER.sub("*", entry.name), entry.what, entry.said) for entry in entries)
     shown = [
         (f"{name or '(the model)'}{f' x{count}' if count > 1 else ''}", what, said)

@@ -208,14 +208,15 @@ def test_sizes_that_share_a_decoder_do_not_mix_in_any_order(tmp_path: Path, code
     """Of one class, some of one coded size: set for one of them, a decoder must not go on so for the next."""
     from clips import write_clip
 
-    sizes = [(192, 192), (178, 146), (192, 160), (180, 130), (176, 144), (192, 162)]
+    sizes = [(192, 192), (178, 146), (192, 160), (180, 144), (176, 144), (192, 162)]  # HEVC on NVDEC begins at 144
     suffix = ".webm" if codec == "libvpx-vp9" else ".mp4"
     paths = [
         write_clip(tmp_path / f"{width}x{height}{suffix}", codec=codec, width=width, height=height, frames=12, gop=6)
         for width, height in sizes
     ]
     draw = random.Random(codec)
-    for path in [*paths, *reversed(paths), *(draw.choice(paths) for _ in range(60))]:
+    more = 40 if codec == "libx264" else 6  # the others get a new decoder for each size, as their coded sizes are not known
+    for path in [*paths, *reversed(paths), *(draw.choice(paths) for _ in range(more))]:
         assert_same_planes(path, decoder="nvdec", picks=2)
 
 

@@ -40,11 +40,15 @@ def test_preparation_goes_on_beside_training() -> None:
             x = x @ weight
         return x
 
+    def hidden(batches: list[torch.Tensor]) -> float:
+        with PipelineExecutor(batches, prepare=lambda batch: work(batch, 20), timeline=True) as run:
+            for made in run:
+                work(made, 200)
+            return run.hidden()
+
     batches = [torch.randn(256, 2048, device="cuda", dtype=torch.bfloat16) for _ in range(30)]
-    with PipelineExecutor(batches, prepare=lambda batch: work(batch, 20), timeline=True) as run:
-        for made in run:
-            work(made, 200)
-        assert run.hidden() > 0.5
+    hidden(batches[:3])  # the first product of a thread waits for its library
+    assert hidden(batches) > 0.5
 
 
 def test_a_loaders_batches_are_prepared_and_metrics_do_not_wait(clips: dict[str, Path]) -> None:

@@ -15,6 +15,8 @@ from gpupipe.train.graphs import AdaptiveGraph
 
 pytestmark = pytest.mark.gpu
 OPTIONS: dict[str, Any] = {"warmup_steps": 6, "capture_frequency": 2}
+NEAR = 1e-3
+"""What a sum in another order comes to over some steps; a wrong batch is off by more than a tenth."""
 
 
 class Net(nn.Module):
@@ -62,8 +64,9 @@ def test_three_shapes_in_turn(accumulate: int) -> None:
     model, twin = pair()
     graph = AdaptiveGraph(model, **OPTIONS)
     batches = inputs(60, (32, 8, 64))
-    assert train(model, graph, batches, accumulate) == pytest.approx(train(twin, twin, batches, accumulate), rel=1e-5)
+    assert train(model, graph, batches, accumulate) == pytest.approx(train(twin, twin, batches, accumulate), rel=NEAR)
     report = graph.report()
+    assert not report.failures
     assert report.graphs == 3
     assert report.hit_rate >= 0.9
     assert report.launches_saved > 60 * 10
@@ -74,18 +77,68 @@ def test_a_loader_at_work_spoils_no_capture(clips: dict[str, Path]) -> None:
     model, twin = pair()
     graph = AdaptiveGraph(model, **OPTIONS)
     options: dict[str, Any] = {"clip": {"frames": 4}, "transform": {"size": 32}, "batch": 2, "device": "cuda", "repeat": True}
+    batches = inputs(60, (32, 16))
     with VideoLoader([clips["h264"], clips["hevc"]] * 8, **options) as loader:
-        batches = []
-        for number, (batch, given) in enumerate(zip(loader, inputs(60, (32, 16)), strict=False)):
-            batches.append(given + batch.video.float().mean() * 0)
-            if number == 59:
-                break
         iterator = iter(loader)
-        next(iterator)
-        losses = train(model, graph, batches)
-    assert losses == pytest.approx(train(twin, twin, batches), rel=1e-5)
+
+        def call(given: torch.Tensor) -> Any:
+            assert next(iterator).video.isfinite().all()  # which has it make another one
+            return graph(given)
+
+        losses = train(model, call, batches)
+    assert losses == pytest.approx(train(twin, twin, batches), rel=NEAR)
     assert graph.report().graphs == 2
     assert not graph.report().failures
+
+
+def test_a_capture_that_fails_leaves_no_trace() -> None:
+    """torch's allocator, its generator and the current stream are as they were: other graphs go on, memory comes back."""
+    model, _ = pair(dropout=0.5)
+    earlier = AdaptiveGraph(model, **OPTIONS)
+    batches = inputs(8)
+    train(model, earlier, batches)
+    assert earlier.report().graphs == 1
+    asking, _ = pair(asks=True)
+    failing = AdaptiveGraph(asking, segments="off", **OPTIONS)
+    train(asking, failing, inputs(12))
+    assert len(failing.report().failures) == 1
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    hits = earlier.report().hits
+    train(model, earlier, batches)
+    assert earlier.report().hits == hits + len(batches)
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    held = active_bytes()
+    for _ in range(4):  # what another stream has used is free once that has passed
+        used = torch.empty(1 << 26, dtype=torch.uint8, device="cuda")
+        used.record_stream(other)
+        del used
+        torch.cuda.synchronize()
+    assert active_bytes() < held + (2 << 26)
+
+
+def active_bytes() -> int:
+    """Memory that is in use, or was and cannot be used again yet."""
+    torch.empty(1, device="cuda")  # which has the allocator look for what has passed
+    return int(torch.cuda.memory_stats()["active_bytes.all.current"])
+
+
+def test_kept_losses_and_hooks_of_parameters() -> None:
+    """A loss that is kept keeps autograd's nodes of the parameters, with the stream that they were made on."""
+    model, twin = pair()
+    for each in (model, twin):
+        each.one.weight.register_hook(lambda grad: 2 * grad)
+    graph = AdaptiveGraph(model, **OPTIONS)
+    kept = []
+    for batch in inputs(20):
+        for call in (graph, twin):
+            loss = call(batch).square().mean()
+            loss.backward()
+            kept.append(loss)
+    assert not graph.report().failures
+    assert graph.report().hits == 14
+    assert model.one.weight.grad is not None
+    assert torch.allclose(model.one.weight.grad, twin.one.weight.grad, rtol=NEAR, atol=1e-5)  # type: ignore[arg-type]
 
 
 def test_autocast_and_dropout() -> None:
@@ -98,6 +151,7 @@ def test_autocast_and_dropout() -> None:
             out = graph(batch)
         out.float().sum().backward()
         outputs.append(out.detach().float())
+    assert not graph.report().failures
     assert graph.report().hits >= 14
     assert len({tuple(out.flatten().tolist()) for out in outputs}) == 20, "each replay drops others"
     weight = model.one.weight.grad
@@ -124,7 +178,8 @@ def test_a_whole_step() -> None:
 
     graph, plain = AdaptiveGraph(step_of(model, made[0]), optimizers=[made[0]], **OPTIONS), step_of(twin, made[1])
     losses = [(graph(batch), plain(batch)) for batch in inputs(40, (32, 8))]
-    assert [float(one) for one, _ in losses] == pytest.approx([float(other) for _, other in losses], rel=1e-4)
+    assert [float(one) for one, _ in losses] == pytest.approx([float(other) for _, other in losses], rel=NEAR)
+    assert not graph.report().failures
     assert graph.report().graphs == 2
     assert graph.report().hits >= 30
 
@@ -133,7 +188,7 @@ def test_what_the_host_must_see_is_named_and_the_rest_captured() -> None:
     model, twin = pair(asks=True)
     graph = AdaptiveGraph(model, **OPTIONS)
     batches = inputs(60)
-    assert train(model, graph, batches) == pytest.approx(train(twin, twin, batches), rel=1e-4)
+    assert train(model, graph, batches) == pytest.approx(train(twin, twin, batches), rel=NEAR)
     report = graph.report()
     assert "hidden.sum().item() > 1e9" in report.failures[0]
     assert report.segments == 2
@@ -142,11 +197,29 @@ def test_what_the_host_must_see_is_named_and_the_rest_captured() -> None:
     torch.cuda.synchronize()
 
 
+def test_a_kernel_that_is_new_is_loaded_beside_the_capture() -> None:
+    class Wider(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            size = 52 if torch.cuda.is_current_stream_capturing() else 64
+            return ops.add_norm(x[:, :size].contiguous(), x[:, :size].contiguous())[0].sum(1)
+
+    graph = AdaptiveGraph(Wider(), **OPTIONS)
+    (x,) = inputs(1)
+    with torch.no_grad():
+        made = [graph(x) for _ in range(8)]
+        expected = nn.functional.layer_norm(2 * x[:, :52], (52,), eps=1e-6).sum(1)
+    assert not graph.report().failures
+    assert graph.report().hits == 2
+    assert torch.allclose(made[-1], expected, atol=1e-4)
+
+
 def test_memory_comes_back() -> None:
     model, _ = pair()
     graph = AdaptiveGraph(model, **OPTIONS)
     train(model, graph, inputs(30, (32, 4096)))
+    assert graph.report().graphs == 2
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()
     held = torch.cuda.memory_reserved()
     graph.release()
     torch.cuda.empty_cache()

@@ -1,18 +1,15 @@
 """Blocks of remote videos that are at hand: the last ones in memory, more of them on disk within a bound.
 
-What came first stays on disk: an epoch visits each sample once, so that throwing out what was used least recently would throw
-out almost every block just before its next use (see :mod:`gpupipe.data.cache`). Only what nobody has used for a day makes room.
+What came first stays on disk; only what nobody has used for a day makes room (see :func:`gpupipe.device.disk.tidied`).
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
 import threading
 import time
 import zlib
 from collections import OrderedDict
-from contextlib import suppress
 from pathlib import Path
 
 from gpupipe.data.bytes import settings
@@ -24,9 +21,6 @@ BLOCK_BYTES = 512 << 10
 """Bytes of a block, but for the last one of a video."""
 _MEMORY_BYTES = 256 << 20
 _CHECKSUM_BYTES = 4
-_IDLE_SECONDS = 24 * 3600.0
-_TOUCH_SECONDS = 3600.0
-"""How old the mark of a block's last use may get."""
 _SHARE = 32
 """The folder is counted anew whenever this process has written so small a part of the bound: others write there too."""
 _FULL_SECONDS = 60.0
@@ -95,11 +89,8 @@ class Blocks:
         return disk.cache_dir() / disk.REMOTE / digest[:2] / digest[2:34] / f"{number}.blk"
 
     def _read(self, file: Path) -> bytes | None:
-        try:
-            stored = file.read_bytes()
-            if time.time() - file.stat().st_mtime > _TOUCH_SECONDS:
-                os.utime(file)
-        except OSError:
+        stored = disk.read(file)
+        if stored is None:
             return None
         data = stored[:-_CHECKSUM_BYTES]
         if zlib.crc32(data) != int.from_bytes(stored[-_CHECKSUM_BYTES:], "little"):
@@ -116,7 +107,7 @@ class Blocks:
             if not self._counting.acquire(blocking=False):
                 return False
             try:
-                there = _tidied(bound - size_bytes)
+                there = disk.tidied(folder / disk.REMOTE, bound - size_bytes)
             finally:
                 self._counting.release()
             with self._lock:
@@ -128,20 +119,3 @@ class Blocks:
             self._there += size_bytes
             self._written += size_bytes
         return True
-
-
-def _tidied(bound: int) -> int:
-    """Bytes in the folder, after blocks that have long been idle were removed as far as the bound asks for it."""
-    found = []
-    for file in disk.stored(disk.REMOTE):
-        with suppress(OSError):  # gone since
-            facts = file.stat()
-            found.append((facts.st_mtime, facts.st_size, file))
-    total, idle = sum(size for _, size, _ in found), time.time() - _IDLE_SECONDS
-    for used, size, file in sorted(found, key=lambda one: one[0]):
-        if total <= bound or used > idle:
-            break
-        with suppress(OSError):
-            file.unlink()
-            total -= size
-    return total

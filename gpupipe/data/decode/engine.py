@@ -17,6 +17,7 @@ from gpupipe.data.files import UNKEPT
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
 from gpupipe.data.stop import Stop, never
+from gpupipe.device.memory import give_back_idle
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, DeviceMemoryError
 from gpupipe.telemetry import Telemetry
@@ -226,12 +227,14 @@ class DecodeEngine:
             self._telemetry.count("decoders_created", serving.created - before)
 
     def _with_memory(self, decode: Callable[..., Planes], index: VideoIndex, plan: Plan, stop: Stop) -> Planes:
-        """Decodes, a second time when memory was short and there were idle decoders to free, this thread's own among them."""
+        """Decodes, a second time when memory was short and some could be freed: of idle decoders, this thread's own among them,
+        and what torch keeps for itself, for decoders take theirs past torch."""
         try:
             return decode(index, plan, stop, self.files)
         except DeviceMemoryError:
             own = self._lane.free_decoders() if self._lane is not None else 0
-            if not free_decoders() and not own:
+            freed = [free_decoders() > 0, own > 0, give_back_idle(self.device)]
+            if not any(freed):
                 raise
         return decode(index, plan, stop, self.files)
 

@@ -8,6 +8,7 @@ from gpupipe.ops import activations, checks, settings
 from gpupipe.ops.activation import reference
 from gpupipe.ops.activation.op import act_op
 from gpupipe.ops.activations import AnyActivation
+from gpupipe.ops.dropout import drawn_seed
 from gpupipe.ops.modulation import modulations
 from gpupipe.ops.settings import Precision
 
@@ -79,7 +80,7 @@ def act_pass(
     """The pass for arguments that fit, by the kernel or by its twin; gate is (M, C)."""
     if not served(name, x):
         return reference.bias_act(x, bias, gate, residual, p, act, conservative)
-    seed = torch.randint(2**62, (1,), device=x.device) if p > 0 else None
+    seed = drawn_seed(x.device) if p > 0 else None
     return act_op(x, bias, gate, residual, seed, p, act, conservative)  # type: ignore[no-any-return]
 
 

@@ -4,6 +4,9 @@ Products are cuBLAS', under torch's own settings of precision and determinism; t
 kept as ``Linear`` keeps them. Under ``torch.autocast`` inputs, weights and biases are taken in its type, as ``linear`` takes
 them; residuals, gates and norms keep theirs. Gradients of weights come in their type, those of biases are summed in float32.
 On the CPU and for float64 all is plain torch. Second derivatives are not offered.
+
+Weights may be DTensors, split between ranks by rows or by columns: of those the local shard alone is read, and there is one
+collective where a split part begins (by rows: of the gradient) or ends (by columns). See :mod:`gpupipe.train.parallel`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import activations, checks, settings
 from gpupipe.ops.activation import act_pass, served
 from gpupipe.ops.activations import AnyActivation
+from gpupipe.ops.dropout import drawn_seed
 from gpupipe.ops.layout import MOST_ROWS
 from gpupipe.ops.linear import reference
 from gpupipe.ops.linear.act_op import linear_act_op
@@ -27,6 +31,8 @@ from gpupipe.ops.modulation import modulations
 from gpupipe.ops.norms import Kind
 from gpupipe.ops.norms.tiles import LARGEST
 from gpupipe.ops.settings import Precision
+from gpupipe.ops.sharded import is_sharded
+from gpupipe.ops.sharded import linear as sharded
 
 
 def linear_act(
@@ -66,6 +72,8 @@ def linear_act(
     act = activations.known(activation, gated=True)
     _, glu = activations.split(act)
     checks.share(p)
+    if is_sharded(weight):
+        return sharded.linear_act(x, weight, bias, activation, residual, p, training, recompute, precision)
     checks.floating("x", x)
     _layer(x, weight, bias, "x")
     if glu and weight.shape[0] % 2:
@@ -78,7 +86,7 @@ def linear_act(
     p = p if training else 0.0
     if not served("linear_act", x):
         return reference.linear_act(x, weight, bias, residual, p, act, conservative)
-    seed = torch.randint(2**62, (1,), device=x.device) if p > 0 else None
+    seed = drawn_seed(x.device) if p > 0 else None
     keep = act != "none" and not recompute and _watched(x, weight, bias)
     return linear_act_op(x, weight, bias, residual, seed, p, act, keep, conservative)[0]  # type: ignore[no-any-return]
 
@@ -123,6 +131,8 @@ def mlp(
     _, glu = activations.split(act)
     if act == "none":
         raise ConfigError("activation is None", fix="two linear layers with nothing between them are one: choose an activation")
+    if is_sharded(weight1) or is_sharded(weight2):
+        return sharded.mlp(x, weight1, bias1, weight2, bias2, activation, gate, residual, recompute, precision)
     checks.floating("x", x)
     _layer(x, weight1, bias1, "x", "weight1", "bias1")
     if glu and weight1.shape[0] % 2:
@@ -185,6 +195,10 @@ def norm_linear(
     if kind not in ("layer", "rms"):
         raise ConfigError(f"kind is {kind!r}", fix="choose 'layer' or 'rms'")
     eps = checks.epsilon(eps)
+    if is_sharded(weight):
+        return sharded.norm_linear(
+            x, weight, bias, norm_weight, norm_bias, scale, shift, factor, kind, eps, precision
+        )  # fmt: skip
     _layer(x, weight, bias, "x")
     checks.vector("norm_weight", norm_weight, x.shape[-1], x)
     checks.vector("norm_bias", norm_bias, x.shape[-1], x)
@@ -234,6 +248,8 @@ def qkv_linear(
     """
     settings.mode(precision)
     checks.floating("x", x)
+    if any(map(is_sharded, [weight] if isinstance(weight, torch.Tensor) else weight)):
+        return sharded.qkv_linear(x, weight, bias, heads, packed, precision)  # type: ignore[no-any-return]
     if isinstance(weight, torch.Tensor):
         if weight.dim() != 2 or weight.shape[0] % 3:
             raise checks.refuse("weight", weight, f"(3D, {x.shape[-1] if x.dim() else 'K'}), or three tensors")

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from gpupipe.errors import ConfigError
 from gpupipe.ops import checks, settings
+from gpupipe.ops.dropout import drawn_seed
 from gpupipe.ops.layout import MOST_ROWS
 from gpupipe.ops.modulation import modulations
 from gpupipe.ops.norms import reference
@@ -268,6 +269,6 @@ def _norm(
             return functional.layer_norm(x, x.shape[-1:], weight, bias, eps), x
         if bias is None:
             return functional.rms_norm(x, x.shape[-1:], weight, eps), x
-    seed = torch.randint(2**62, (1,), device=x.device) if p > 0 else None
+    seed = drawn_seed(x.device) if p > 0 else None
     y, total, _, _ = norm_op(x, branch, gate, seed, p, weight, bias, scale, shift, eps, kind == "rms", conservative)
     return y, total

@@ -14,6 +14,7 @@ from gpupipe.ops.rotary import reference
 from gpupipe.ops.rotary.op import PackedNormRope, qk_op
 from gpupipe.ops.rotary.tiles import LARGEST
 from gpupipe.ops.settings import Precision
+from gpupipe.ops.sharded.linear import within
 
 Norm = Literal["head", "full"]
 _NORMS = {None: reference.NONE, "head": reference.HEAD, "full": reference.FULL}
@@ -39,7 +40,8 @@ def qk_norm_rope(
     Args:
         qkv: (B, N, 3, heads, dim) as one product makes it, or (q, k, v), each (B, N, heads, dim); float32, bfloat16, float16 or
             float64, in any strides.
-        q_weight, k_weight: of the norms, (dim,) or for ``"full"`` (heads * dim,); both or neither.
+        q_weight, k_weight: of the norms, (dim,) or for ``"full"`` (heads * dim,); both or neither. Replicated DTensors: each
+            rank has other heads, and their gradients are summed.
         rope: tables; None turns nothing.
         grid: of tokens, (T, H, W), in this order; None: a plain sequence.
         norm: ``"head"`` over each head's ``dim``, ``"full"`` over all heads of a token, None for no norm.
@@ -55,6 +57,7 @@ def qk_norm_rope(
         ConfigError: for another ``norm``, or weights without a norm.
     """
     q, k, v = unpack(qkv)
+    q_weight, k_weight = within(q_weight, k_weight)
     arguments = prepared(q, q_weight, k_weight, rope, grid=grid, norm=norm, text=text, eps=eps, precision=precision)
     tokens, size = q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]
     if not settings.kernel_runs("qk_norm_rope", q) or size > LARGEST or tokens >= 2**31:

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from gpupipe.errors import ShapeError
 from gpupipe.ops import checks, settings
+from gpupipe.ops.dropout import drawn_seed
 from gpupipe.ops.layout import MOST_ROWS
 from gpupipe.ops.op import Op
 from gpupipe.ops.settings import Precision
@@ -84,7 +85,7 @@ def _softmax(
     columns = scores.shape[-1]
     if not settings.kernel_runs(name, scores) or columns > LARGEST or scores.numel() >= MOST_ROWS * max(columns, 1):
         return reference(scores, mask, scale, p, conservative)
-    seed = torch.randint(2**62, (1,), device=scores.device) if p > 0 else None
+    seed = drawn_seed(scores.device) if p > 0 else None
     return softmax_op(scores, mask, scale, seed, p, conservative)[0]  # type: ignore[no-any-return]
 
 

@@ -11,6 +11,7 @@ from gpupipe.ops.rope import Rope
 from gpupipe.ops.rotary import Norm, prepared, qk_norm_rope
 from gpupipe.ops.sdpa import along_time
 from gpupipe.ops.settings import Precision
+from gpupipe.ops.sharded.linear import within
 from gpupipe.ops.temporal import reference
 from gpupipe.ops.temporal.op import temporal_op
 from gpupipe.ops.temporal.tiles import FUSED, WIDEST, longest
@@ -56,6 +57,7 @@ def temporal_attention(
         ConfigError: see :func:`gpupipe.ops.qk_norm_rope`.
     """
     q, k, v = unpack(qkv)
+    q_weight, k_weight = within(q_weight, k_weight)
     if not isinstance(grid, tuple | list) or len(grid) != 3:
         raise ShapeError(f"grid is {grid!r}", fix="give (T, H, W), whose product is the number of tokens")
     _, _, table, lengths, pairs, sizes, _, _, interleaved, kind, eps, conservative = prepared(

@@ -26,7 +26,7 @@ from gpupipe.train.graphs.graphed import Graphed, Pending
 from gpupipe.train.graphs.recorder import CudaRecorder, NotCaptured, Recorder
 from gpupipe.train.graphs.report import GraphReport
 from gpupipe.train.graphs.segments import in_segments
-from gpupipe.train.graphs.signature import Inside, Opaque, apart, surroundings, unfit
+from gpupipe.train.graphs.signature import Inside, Opaque, apart, surroundings, together, unfit
 
 RETRY = ("GPUPIPE_GRAPH_RETRY", "TELETRON_GRAPH_RETRY")
 THRESHOLD = ("GPUPIPE_GRAPH_THRESHOLD", "TELETRON_GRAPH_THRESHOLD")
@@ -38,6 +38,7 @@ _TOLD = 32
 """Failures that are told, of different kinds."""
 _paused: list[None] = []
 """Not empty while :func:`paused`."""
+_TORCH = os.path.dirname(torch.__file__) + os.sep
 _PATIENCE = 4
 """Times ``capture_frequency`` calls that smaller shapes wait for the largest one to come again."""
 _WAYS = 8
@@ -100,8 +101,9 @@ class AdaptiveGraph:
     0.2) the hit rate under which all is given up, with ``TT_ERR_GRAPH`` in the log.
 
     Raises:
-        ConfigError: for arguments of the wrong kind, numbers below 1, optimizers that cannot be captured, or a wrong
-            environment variable.
+        ConfigError: for arguments of the wrong kind, numbers below 1, optimizers that cannot be captured,
+            DistributedDataParallel itself, or a wrong environment variable.
+        DeviceError: for a device that is not there.
     """
 
     def __init__(
@@ -120,6 +122,11 @@ class AdaptiveGraph:
         whole(max_graphs, "max_graphs", 1)
         whole(warmup_steps, "warmup_steps", 0)
         a_function(target, "target", "does a step, or a module")
+        if isinstance(target, torch.nn.parallel.DistributedDataParallel):
+            raise ConfigError(
+                "DistributedDataParallel as a whole cannot be captured: replays would not average gradients",
+                fix="capture the module in it: AdaptiveGraph(model.module).installed()",
+            )
         if segments not in ("auto", "off"):
             raise ConfigError(f"segments={segments!r}", fix="choose 'auto' or 'off'")
         for optimizer in several(optimizers, "optimizers", "a list of optimizers, as optimizers=[optimizer]"):
@@ -131,9 +138,7 @@ class AdaptiveGraph:
         self._retries = int(_from_environment(RETRY, 1, lowest=0))
         self._threshold = _from_environment(THRESHOLD, 0.2, lowest=0)
         self._may_cut = segments == "auto" and self._module is not None
-        self._device = a_device(device) if device is not None else resolve_device("auto")
-        if self._device.type == "cuda" and self._device.index is None:
-            self._device = resolve_device("cuda")
+        self._device = resolve_device("auto" if device is None else str(a_device(device)))
         self._options: dict[str, Any] = {
             "warmup_steps": warmup_steps, "capture_frequency": capture_frequency, "max_graphs": max_graphs,
             "segments": segments, "device": self._device, "recorder": recorder,
@@ -156,7 +161,7 @@ class AdaptiveGraph:
         self._given_up: str | None = None if self._recorder is not None else f"there are no graphs on {self._device}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._given_up is not None or torch.compiler.is_compiling():
+        if self._given_up is not None or torch.compiler.is_compiling() or self._in_a_capture():
             return self._plainly(*args, **kwargs)
         self._calls += 1
         late = self._calls > self._warmup
@@ -172,7 +177,7 @@ class AdaptiveGraph:
             self._fail(f"{what} among the arguments, which a graph cannot follow")
             return self._plainly(*args, **kwargs)
         if (reason := unfit(tensors, self._device)) is not None:
-            self._fail(f"{reason}, which a graph cannot follow")
+            self._fail(reason)
             return self._plainly(*args, **kwargs)
         kind = (structure, surroundings(self._device))
         signature = (kind, self._inside() if self._gradients is None else self._gradients.state(kind))
@@ -219,7 +224,12 @@ class AdaptiveGraph:
             return self._plainly(*args, **kwargs)
 
     def _plainly(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
+        made = self._function(*args, **kwargs)
+        return made if self._module is not None else _without_gradient(made)
+
+    def _in_a_capture(self) -> bool:
+        """Whether this call is a part of something else that is being captured."""
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _in_segments(self, late: bool, *args: Any, **kwargs: Any) -> Any:
         """A call in parts; a hit when each of them was replayed."""
@@ -238,6 +248,8 @@ class AdaptiveGraph:
             return False
         if seen.times < max(self._frequency, seen.next_try) or seen.failed > self._retries:
             return False
+        if seen.times == 1 and self._device.type == "cuda":
+            return False  # libraries and kernels get ready in a first call, which no capture allows
         if sum(each.graphed is not None for each in self._seen.values()) >= self._most:
             return False
         often = [each for each in self._seen.values() if each.times >= self._frequency and each.failed <= self._retries]
@@ -247,11 +259,10 @@ class AdaptiveGraph:
 
     def _capture(self, kind: Hashable, seen: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._recorder is not None
-        parameters = list(self._module.parameters()) if self._module is not None else []
         wanted = self._module is not None and torch.is_grad_enabled()
         try:
             seen.graphed = Graphed(
-                self._recorder, self._function, (args, kwargs), parameters, self._pending, with_backward=wanted,
+                self._recorder, self._function, (args, kwargs), self._module, self._pending, with_backward=wanted,
                 observed=None if self._gradients is None else self._gradients.observed(kind),
             )  # fmt: skip
         except NotCaptured as error:
@@ -405,10 +416,23 @@ def _from_environment(names: Sequence[str], default: float, *, lowest: float) ->
     return default
 
 
+def _without_gradient(made: Any) -> Any:
+    """What a step returns: a loss that its caller keeps would keep the step's whole graph, and in it autograd's nodes of the
+    parameters, which lead out of a later capture."""
+    found: list[torch.Tensor] = []
+    try:
+        apart(made, found)
+    except Opaque:
+        return made
+    if not any(each.requires_grad for each in found):
+        return made
+    return together(made, iter([each.detach() for each in found]))
+
+
 def _place(error: BaseException) -> str:
     """Where an error came from, in the user's own code, and what it says."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [frame for frame in frames if os.sep + "torch" + os.sep not in frame.filename and not _is_ours(frame.filename)]
+    inside = [frame for frame in frames if not frame.filename.startswith(_TORCH) and not _is_ours(frame.filename)]
     said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if not inside:
         return said

@@ -82,7 +82,6 @@ class Observed:
         found: each leaf that was known, and the gradient that the call found.
         met: each leaf that took part, and its gradient when it did so first.
         optimizers: that took a step.
-        backwards: how many there were.
     """
 
     def __init__(
@@ -91,7 +90,6 @@ class Observed:
         self.found: dict[torch.Tensor, torch.Tensor | None] = {leaf: leaf.grad for leaf in leaves}
         self.met: dict[torch.Tensor, torch.Tensor | None] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self.backwards = 0
         self._known, self._clears = {id(each) for each in optimizers}, clears
 
     @property
@@ -107,7 +105,6 @@ class Observed:
                 self.met.setdefault(value, value.grad)
 
     def went_back(self, tensors: Any, inputs: Any) -> None:
-        self.backwards += 1
         ends = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         for leaf in leaves_of(ends) if inputs is None else ([inputs] if isinstance(inputs, torch.Tensor) else inputs):
             self.met.setdefault(leaf, leaf.grad)
@@ -122,7 +119,7 @@ class Observed:
         bare = [leaf for leaf in self.met if leaf.grad is None]
         return bare, [(leaf, leaf.grad) for leaf in self.met if leaf.grad is not None and leaf.grad is not self.found.get(leaf)]
 
-    def check(self, outputs: Iterable[torch.Tensor]) -> None:
+    def check(self) -> None:
         """Raises NotCaptured where a replay would not be what the call is."""
         if self.met.keys() - self.found.keys() or any(id(each) not in self._known for each in self.optimizers):
             raise NotCaptured("gradients or an optimizer take part in it that did not before")
@@ -131,8 +128,6 @@ class Observed:
         for optimizer in self.optimizers:
             if any(not group.get("capturable", True) for group in optimizer.param_groups):
                 raise NotCaptured(f"{type(optimizer).__name__} takes a step in it that was not made with capturable=True")
-        if not self.backwards and any(output.requires_grad for output in outputs):
-            raise NotCaptured("it returns what has a gradient, and runs no backward: give AdaptiveGraph the module itself")
 
 
 def leaves_of(ends: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_leaves
 
 from gpupipe.errors import GraphError
 from gpupipe.train.graphs.gradients import Observed, copies
+from gpupipe.train.graphs.leaves import Leaves
 from gpupipe.train.graphs.recorder import NotCaptured, Recorder, Recording
 from gpupipe.train.graphs.signature import Opaque, apart, together
 
@@ -54,7 +54,7 @@ class Graphed:
         recorder: of the device.
         function: what is called.
         given: (args, kwargs) of a call, which give the structure.
-        parameters: beside those among the inputs: get gradients, where ``with_backward``.
+        module: whose parameters get gradients, where ``with_backward``, beside those among the inputs.
         with_backward: a backward may follow; else outputs have no gradient.
         observed: looks on at a function that runs backwards itself: a replay leaves the gradients that the call would leave.
 
@@ -67,7 +67,7 @@ class Graphed:
         recorder: Recorder,
         function: Callable[..., Any],
         given: tuple[tuple[Any, ...], dict[str, Any]],
-        parameters: Sequence[torch.nn.Parameter],
+        module: torch.nn.Module | None,
         pending: Pending,
         *,
         with_backward: bool,
@@ -76,21 +76,40 @@ class Graphed:
         self._pending = pending
         inputs: list[torch.Tensor] = []
         apart(given, inputs)
-        self._inputs = [each if isinstance(each, torch.nn.Parameter) else _twin(each) for each in inputs]
-        args, kwargs = together(given, iter(self._inputs))
+        among = {id(each) for each in inputs}
+        self.parameters = [
+            each for each in (module.parameters() if module is not None else ()) if each.requires_grad and id(each) not in among
+        ]
+        leaves = Leaves([*self.parameters, *(each for each in inputs if isinstance(each, torch.nn.Parameter))])
+        own = [leaves.twin(each) if isinstance(each, torch.nn.Parameter) else _twin(each) for each in inputs]
+        self._inputs = [None if isinstance(each, torch.nn.Parameter) else each for each in own]
+        """What is written to before a replay; None in the place of a parameter."""
+        with leaves.in_place_of_parameters(module):
+            self._record(recorder, function, together(given, iter(own)), own, leaves, with_backward, observed)
+
+    def _record(
+        self,
+        recorder: Recorder,
+        function: Callable[..., Any],
+        given: tuple[tuple[Any, ...], dict[str, Any]],
+        inputs: Sequence[torch.Tensor],
+        leaves: Leaves,
+        with_backward: bool,
+        observed: AbstractContextManager[Observed] | None,
+    ) -> None:
         self._made: Any = None
-        versions = [each._version for each in self._inputs]
+        versions = [each._version for each in inputs]
 
         def forward() -> None:
             with _autocast_without_cache(inputs):
-                self._made = function(*args, **kwargs)
+                self._made = function(*given[0], **given[1])
 
         self._cleared: list[torch.Tensor] = []
         self._left: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._forward = recorder.record(forward) if observed is None else self._looked_on(observed, recorder, forward)
         self._changed = [
             place for place, (each, version) in enumerate(zip(self._inputs, versions, strict=True))
-            if each._version != version and not isinstance(each, torch.nn.Parameter)
+            if each is not None and each._version != version
         ]  # fmt: skip
         """Inputs that the call writes to, such as running means: what was given is to have it too."""
         self._outputs: list[torch.Tensor] = []
@@ -100,10 +119,8 @@ class Graphed:
             raise NotCaptured(f"the call returns {what}, which a graph cannot hand out") from None
         self._backward: Recording | None = None
         self.differentiable = [with_backward and output.requires_grad for output in self._outputs]
-        among = {id(each) for each in inputs}
-        self.parameters = [each for each in parameters if each.requires_grad and id(each) not in among]
         if any(self.differentiable):
-            self._record_backward(recorder)
+            self._record_backward(recorder, inputs, leaves)
         self._outputs = [output.detach() for output in self._outputs]
         self._made = together(self._made, iter(self._outputs))
 
@@ -116,22 +133,26 @@ class Graphed:
                 self._cleared, self._left = seen.left()
             finally:
                 seen.restore()
-        seen.check(each for each in tree_leaves(self._made) if isinstance(each, torch.Tensor))
+        seen.check()
         return made
 
-    def _record_backward(self, recorder: Recorder) -> None:
+    def _record_backward(self, recorder: Recorder, inputs: Sequence[torch.Tensor], leaves: Leaves) -> None:
         ends = [output for output, wanted in zip(self._outputs, self.differentiable, strict=True) if wanted]
         self._grad_outputs = [torch.zeros_like(end) for end in ends]
-        wanted = [each for each in (*self._inputs, *self.parameters) if each.requires_grad]
-        made: tuple[torch.Tensor | None, ...] = ()
+        ours = [*inputs, *[leaves.twin(each) for each in self.parameters]]
+        wanted = [each for each in ours if each.requires_grad]
+        past = [each for each in self.parameters if leaves.twin(each) is not each]  # for what reads them not by the module
+        made: dict[int, torch.Tensor] = {}
 
         def backward() -> None:
-            nonlocal made
-            made = torch.autograd.grad(ends, wanted, self._grad_outputs, allow_unused=True)
+            with torch.autocast(ends[0].device.type, enabled=False):  # as of a loop, which has left it by then
+                found = torch.autograd.grad(ends, [*wanted, *past], self._grad_outputs, allow_unused=True)
+            for leaf, grad in zip([*wanted, *[leaves.twin(each) for each in past]], found, strict=True):
+                if grad is not None:
+                    made[id(leaf)] = made[id(leaf)] + grad if id(leaf) in made else grad
 
         self._backward = recorder.record(backward)
-        found = iter(made)
-        self._grads = [next(found) if each.requires_grad else None for each in (*self._inputs, *self.parameters)]
+        self._grads = [made.get(id(each)) for each in ours]
 
     @property
     def launches(self) -> int:
@@ -150,12 +171,12 @@ class Graphed:
         """The forward: copies in, and copies out."""
         with torch.no_grad():
             for own, given in zip(self._inputs, inputs, strict=True):
-                if own is not given:
+                if own is not None:
                     own.copy_(given, non_blocking=True)
             self._pending.replays += 1
             self._forward.replay()
             for place in self._changed:
-                inputs[place].copy_(self._inputs[place])
+                inputs[place].copy_(self._inputs[place])  # type: ignore[arg-type]
             for leaf in self._cleared:
                 leaf.grad = None
             if self._left:

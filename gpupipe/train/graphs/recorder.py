@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-from gpupipe.device.driver import graph_nodes
+from gpupipe.device.driver import begin_capture, graph_nodes
 
 
 class NotCaptured(Exception):
@@ -57,43 +58,59 @@ class CudaRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
+        self._mark = torch.zeros((), device=device)
         self._reserved = 0
 
     def record(self, run: Callable[[], None]) -> Recording:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        generator = torch.cuda.default_generators[self._device.index or 0]
-        random = generator.clone_state()
-        cause: list[BaseException] = []
-
-        def guarded() -> None:
-            try:
-                run()
-            except BaseException as error:  # ending a capture that failed raises an error that says less
-                cause.append(error)
-                raise
-
-        before = torch.cuda.memory_reserved(self._device)
         collecting = gc.isenabled()
         gc.collect()
         gc.disable()  # a graph that is freed amid a capture spoils it
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()  # what the rest has left over may be the graph's
+        before = torch.cuda.memory_reserved(self._device)
+        torch.clear_autocast_cache()  # weights that were cast before lie in memory that is not the graph's
         try:
-            torch.clear_autocast_cache()  # weights that were cast before lie in memory that is not the graph's
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                guarded()
-        except BaseException as error:
-            generator.graphsafe_set_state(random)  # it still counts on a capture to end
-            self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
-            reason = cause[0] if cause else error
-            if not isinstance(reason, Exception):
-                raise reason from None
-            raise NotCaptured(str(reason)) from reason
+            with torch.cuda.stream(self._stream):
+                self._capture(graph, run)
+            graph.instantiate()
+        except Exception as error:
+            raise NotCaptured(str(error)) from error
         finally:
             torch.clear_autocast_cache()
             if collecting:
                 gc.enable()
-        graph.instantiate()
         self._reserved += max(0, torch.cuda.memory_reserved(self._device) - before)
         return _CudaRecording(graph, graph_nodes(graph.raw_cuda_graph()))
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+        """Not by ``torch.cuda.graph``, which leaves much behind where a capture fails: its stream as the current one, and what
+        :meth:`_end` is for."""
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        cause: BaseException | None = None
+        try:
+            run()
+        except BaseException as error:  # ending a capture that failed raises an error that says less
+            cause = error
+        try:
+            graph.capture_end()
+        except RuntimeError as error:
+            cause = cause or error
+            self._end(graph)
+        if cause is not None:
+            raise cause
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Gives torch a capture to end in the place of one that was spoilt.
+
+        Till it has ended one, torch 2.11 keeps all memory that several streams have used, a loader's batches for example, and
+        has no graph replayed, for its allocator and its generator wait. Later ones do not, and say that nothing is to be ended.
+        """
+        begin_capture(self._stream.cuda_stream)
+        with suppress(RuntimeError):  # it may be the first to hear of an error that nobody has asked for
+            self._mark.zero_()
+        with suppress(RuntimeError):
+            graph.capture_end()
 
     @property
     def pool_bytes(self) -> int:

@@ -60,11 +60,12 @@ def unfit(tensors: Sequence[torch.Tensor], device: torch.device) -> str | None:
     """What is among the tensors that a graph of this device cannot take; None where all are ordinary ones, each once."""
     for each in tensors:
         if type(each) not in _PLAIN or each.layout != torch.strided:
-            return f"a {type(each).__name__} of layout {str(each.layout).removeprefix('torch.')} is among the arguments"
+            layout = str(each.layout).removeprefix("torch.")
+            return f"a {type(each).__name__} of layout {layout} among the arguments, which a graph cannot follow"
         if each.device != device:
-            return f"a tensor on {each.device}, not on {device}, is among the arguments"
+            return f"a tensor on {each.device} among the arguments, where a graph takes those of {device}"
     if len({tensor.data_ptr() for tensor in tensors if tensor.numel()}) < sum(tensor.numel() > 0 for tensor in tensors):
-        return "one tensor is among the arguments twice: what is written to the one would have to show in the other"
+        return "one tensor twice among the arguments: what is written to the one would have to show in the other"
     return None
 
 

@@ -17,8 +17,9 @@ from gpupipe.train.parts.probe import attempt, passed, same, takes
 _MOST = 16
 """Grids whose tables are kept, for each module."""
 _rotary: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, Tables]] = weakref.WeakKeyDictionary()
-
 _added: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, torch.Tensor]] = weakref.WeakKeyDictionary()
+_captured: weakref.WeakKeyDictionary[nn.Module, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""Tables that CUDA graphs read: replays do as long as the module is there, whether or not they are kept for other calls."""
 
 
 class Tables(tuple[torch.Tensor, ...]):
@@ -79,6 +80,12 @@ def factors(cos: torch.Tensor, sin: torch.Tensor, grid: tuple[int, int, int]) ->
     return Rope(*axes) if start == pairs else None
 
 
+def _read(module: nn.Module, tables: Any, one: torch.Tensor) -> None:
+    """Notes that a call reads these tables, of which ``one`` is a tensor."""
+    if one.is_cuda and torch.cuda.is_current_stream_capturing():
+        _captured.setdefault(module, {})[id(tables)] = tables
+
+
 class FusedRotary(Fused):
     """A module that works out rotary tables from the shape of a video."""
 
@@ -130,6 +137,7 @@ class FusedRotary(Fused):
             while len(kept) >= _MOST:
                 kept.pop(next(iter(kept)))
             kept[key] = Tables((cos, sin), rope, grid)
+        _read(self, kept[key], kept[key][0])
         return kept[key]
 
 
@@ -166,5 +174,6 @@ class FusedPositions(Fused):
         if key not in kept:
             kept.clear()
             kept[key] = table.to(made.device, made.dtype, copy=True)
+        _read(self, kept[key], kept[key])
         made = made + kept[key]
         return made if bool_masked_pos is None else made[~bool_masked_pos].view(made.shape[0], -1, made.shape[2])

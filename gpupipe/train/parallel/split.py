@@ -1,0 +1,158 @@
+"""A model's attention and MLPs split between the ranks of a mesh (tensor parallelism, Shoeybi et al. 2019)."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from gpupipe.errors import ConfigError
+from gpupipe.ops.sharded import is_sharded
+from gpupipe.train import fused
+from gpupipe.train.fused import Left, is_fused
+from gpupipe.train.parallel.modules import SplitAttention, SplitMlp, State, install, is_split
+from gpupipe.train.parallel.plans import Plan, plan_of
+from gpupipe.train.parallel.weights import kept_within, line, split_columns, split_rows
+from gpupipe.train.parts.mlps import FusedMLP
+from gpupipe.train.report import Entry, as_lines
+from gpupipe.train.shards import local
+
+
+@dataclass
+class SplitReport:
+    """What :func:`tensor_parallel` did to a model, and why. ``print`` shows modules that are alike as one line.
+
+    Attributes:
+        ranks: that share the model.
+        split: the modules that are split, each with its layers and how.
+        left: attention and MLPs that each rank has whole, and why.
+        local, total: parameters that a rank has, and the whole model.
+    """
+
+    ranks: int
+    split: list[Entry] = field(default_factory=list)
+    left: list[Entry] = field(default_factory=list)
+    local: int = 0
+    total: int = 0
+
+    def __str__(self) -> str:
+        lines = [f"{self.local:,} of {self.total:,} parameters on each of {self.ranks} ranks"]
+        for title, entries in (("split", self.split), ("whole on each rank", self.left)):
+            if entries:
+                lines += [f"{title} ({len(entries)})", *as_lines(entries)]
+        return "\n".join(lines)
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, skip: Collection[str] = ()) -> SplitReport:
+    """Splits attention by heads and MLPs by hidden columns between ranks, in place: their parameters become DTensors.
+
+    Names and keys of state_dict stay; ``full_tensor()`` of each gives what was there. All else each rank has whole and works
+    out alike, from inputs that must be the same on all of them. Split are modules with a ``split_plan`` (see
+    :mod:`gpupipe.train.parallel.plans`), :class:`gpupipe.train.Mlp` and :class:`gpupipe.train.GridAttention`, and what
+    :func:`gpupipe.train.fuse` knows as attention or MLP, which runs fused from then on. Call it after ``fuse`` and before
+    optimizers, ``fully_shard`` and :meth:`Precision.prepare`.
+
+    Args:
+        model: the same on all ranks, parameters included: nothing is sent.
+        mesh: of one dimension, such as ``mesh["tp"]``; one rank changes nothing.
+        skip: names of modules, with ``*`` and ``?``, that stay whole, with all that is in them.
+
+    Returns:
+        What was split, what was left, and why.
+
+    Raises:
+        ConfigError: for heads or sizes that the ranks do not divide, a model that is split already, names in ``skip`` that no
+            module has, or a model in which nothing can be split. The model is then as it was.
+    """
+    ranks = line(mesh).size()
+    names = [name for name, _ in model.named_modules()]
+    for pattern in skip:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"skip names {pattern!r}, which no module matches", fix="write it as named_modules() does")
+    odd = next((name for name, value in model.named_parameters() if is_sharded(value)), None)
+    if odd is not None:
+        raise ConfigError(f"the parameter {odd!r} is a DTensor already", fix="split a model once, before fully_shard")
+    report, plans = SplitReport(ranks), dict[str, Plan]()
+    for name, module in model.named_modules():
+        if any(fnmatch.fnmatchcase(name, one) for pattern in skip for one in (pattern, f"{pattern}.*")):
+            continue
+        if any(name == done or name.startswith(f"{done}.") for done, plan in plans.items() if plan.kind is not None):
+            continue
+        try:
+            plan = plan_of(module)
+        except Left as left:
+            report.left.append(Entry(name, type(module).__name__, str(left)))
+            continue
+        if plan is not None:
+            _fits(name or "the model", module, plan, ranks)
+            plans[name] = plan
+    if not plans:
+        why = report.left[0].said if report.left else "it has no attention and no MLP that is known"
+        raise ConfigError(
+            f"nothing in this {type(model).__name__} can be split: {why}",
+            fix="give its classes a split_plan, or use gpupipe.train.Mlp and GridAttention",
+        )
+    for name, plan in plans.items() if ranks > 1 else ():
+        module = model.get_submodule(name)
+        said = ", ".join(f"{layer} by {how}" for layer, how in plan.hows.items())
+        report.split.append(Entry(name, type(module).__name__, said))
+        _split(name, module, plan, mesh)
+    for value in model.parameters():
+        report.total += value.numel()
+        report.local += local(value).numel()
+    return report
+
+
+def _fits(name: str, module: nn.Module, plan: Plan, ranks: int) -> None:
+    """Checks all sizes before anything is changed."""
+    if plan.heads is not None and plan.heads % ranks:
+        raise ConfigError(
+            f"{name} has {plan.heads} heads for {ranks} ranks",
+            fix=f"heads must be a multiple of the ranks; or leave it whole: skip=[{name!r}]",
+        )
+    for inner, how in plan.hows.items():
+        found = _at(module, inner)
+        if found is None:
+            raise ConfigError(f"split_plan of {name} names {inner!r}, which it does not have", fix="name layers and parameters")
+        if how == "heads":
+            continue
+        weight: Any = getattr(found, "weight", found)
+        dim, parts = (1, 1) if how == "columns" else (0, int(how.removeprefix("rows").removeprefix("*") or 1))
+        if weight.shape[dim] % (ranks * parts):
+            raise ConfigError(
+                f"{name}.{inner} has {weight.shape[dim]} {'columns' if dim else 'rows'} for {ranks} ranks",
+                fix=f"a multiple of {ranks * parts}; or leave it whole: skip=[{name!r}]",
+            )
+
+
+def _at(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _split(name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    for inner, how in plan.hows.items():
+        found = _at(module, inner)
+        if how == "heads":
+            holder, _, last = inner.rpartition(".")
+            module.get_submodule(holder)._parameters[last] = kept_within(found, mesh)
+        elif how == "columns":
+            found._parameters["weight"] = split_columns(found.weight, mesh)
+        else:
+            parts = int(how.removeprefix("rows").removeprefix("*") or 1)
+            found._parameters["weight"] = split_rows(found.weight, mesh, parts=parts)
+            if found.bias is not None and parts == 1:  # packed biases stay whole: fully_shard could not put them together again
+                found._parameters["bias"] = split_rows(found.bias, mesh)
+    if plan.kind is None:
+        return
+    if not is_fused(module):
+        fused.install(module, plan.kind, fused.State(name, False, None, plan.settings))
+    if not is_split(module):
+        mixin = SplitMlp if plan.kind is FusedMLP else SplitAttention
+        install(module, mixin, State(name, plan, mesh.get_group(), mesh.size()))
