@@ -154,7 +154,7 @@ def hunyuan_vae() -> nn.Module:
 
 
 def vae_inputs(g: torch.Generator) -> Inputs:
-    return {"sample": _draw(g, 1, 3, 5, 16, 16)}
+    return {"sample": _draw(g, 1, 3, 5, 8, 8)}
 
 
 def videomae() -> nn.Module:

@@ -103,7 +103,10 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
         assert relative_error(value, exact_gradients[key], largest / 10) <= allowed, key
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if "vae" in name else []) for name in FAMILIES]
+)  # fmt: skip
 def test_training_and_state(name: str) -> None:
     """Some steps of AdamW laid over the unfused run; states alike in keys, order and values, loading either way; back again."""
     of = family(name)
