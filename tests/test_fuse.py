@@ -655,7 +655,7 @@ def test_halves_of_a_block(norm: nn.Module, mlp: nn.Module) -> None:
     plain = residual_mlp(residual_attention(x, norm, attention), norm, mlp)
     middle = x + attention(norm(x))
     assert torch.allclose(plain, middle + mlp(norm(middle)), atol=1e-5)
-    with pytest.raises(ConfigError, match="BatchNorm1d is no layer norm"):
+    with pytest.raises(ConfigError, match="norm is a BatchNorm1d, which is no layer norm"):
         residual_attention(x, nn.BatchNorm1d(SIZE), attention)
 
 
