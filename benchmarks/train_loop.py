@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 import time
 from collections import defaultdict
@@ -17,6 +18,8 @@ from loader_cases import Case, Draw, check
 from loader_subjects import Maker, Session
 from torch.profiler import ProfilerActivity, profile
 from train_steps import Step
+
+os.environ.setdefault("TEARDOWN_CUPTI", "0")  # set up twice, it may crash beside CUDA graphs (torch.profiler says so, too)
 
 WARM_STEPS = 10
 PROFILED_STEPS = 8

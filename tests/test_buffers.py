@@ -12,6 +12,7 @@ import torch
 from gpupipe import VideoLoader
 from gpupipe.data import tasks
 from gpupipe.device.buffers import BufferPool
+from gpupipe.train import PipelineExecutor
 
 
 def test_what_was_given_back_is_used_again_for_its_shape_alone() -> None:
@@ -110,6 +111,22 @@ def test_threads_never_get_the_same_memory() -> None:
         thread.join()
     assert not wrong
     assert buffers.made <= 8
+
+
+def test_an_executor_s_preparation_and_its_loop_share_a_pool() -> None:
+    """Taken in the preparing thread, given back in the loop: no batch is written over before it was trained on."""
+    buffers = BufferPool("cpu")
+
+    def prepare(number: int) -> torch.Tensor:
+        return buffers.take((1000,)).fill_(float(number))
+
+    with PipelineExecutor(range(40), prepare=prepare, device="cpu") as run:
+        for number, batch in enumerate(run):
+            assert bool((batch == number).all())
+            buffers.give_back(batch)
+            del batch
+    assert buffers.made <= 4
+    assert buffers.reused >= 36
 
 
 @pytest.mark.parametrize("layout", ["stack", "pack"])

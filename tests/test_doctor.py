@@ -20,7 +20,7 @@ from gpupipe.observe.support import KINDS, software_decoder
 @pytest.fixture
 def forget() -> Iterator[None]:
     """Lets the inventory look again, before and after the test."""
-    caches = (inventory._import, inventory.package, inventory.nvdec_caps)
+    caches = (inventory._import, inventory.package, inventory._nvdec_caps)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -65,7 +65,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
     played = Played()
     stream = type("Stream", (), {"cuda_stream": 7})()
     played_parts: dict[str, Any] = {
-        "Stream": lambda device: stream,
+        "ExternalStream": lambda handle, device: stream,
         "graph_pool_handle": lambda: (0, 1),
         "CUDAGraph": played.graph,
         "stream": played.stream,
@@ -77,6 +77,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(recorder, "begin_capture", played.begin)
     monkeypatch.setattr(recorder, "graph_nodes", lambda graph: 3)
+    monkeypatch.setattr(recorder, "new_stream", lambda gpu: 7)
+    monkeypatch.setattr(recorder, "_idle_streams", recorder.defaultdict(list))
     return played
 
 

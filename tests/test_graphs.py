@@ -17,6 +17,7 @@ from torch import nn
 from gpupipe import Batch, ops
 from gpupipe.errors import ConfigError, GraphError
 from gpupipe.train.graphs import AdaptiveGraph, adaptive, paused
+from gpupipe.train.graphs.recorder import NotCaptured
 
 OPTIONS: dict[str, Any] = {"warmup_steps": 4, "capture_frequency": 2, "device": "cpu", "recorder": Tape}
 
@@ -537,3 +538,24 @@ def test_what_cannot_be_captured_at_all_is_told() -> None:
     graph = AdaptiveGraph(nn.Identity(), **AT_ONCE)
     graph(torch.empty(1, device="meta"))
     assert "a tensor on meta among the arguments" in graph.report().failures[0]
+
+
+def test_a_capture_that_another_thread_spoils_is_no_fault_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = pair()
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    plain, times = Tape.record, [5]
+
+    def spoilt(self: Tape, run: Any) -> Any:
+        if times[0]:
+            times[0] -= 1
+            raise NotCaptured("CUDA error: operation failed due to a previous error during capture")
+        return plain(self, run)
+
+    monkeypatch.setattr(Tape, "record", spoilt)
+    assert train(model, graph, inputs(12)) == train(twin, twin, inputs(12))
+    assert not graph.report().failures
+    assert graph.report().hits == 7
+    times[0] = 1000
+    graph = AdaptiveGraph(model, **AT_ONCE)
+    train(model, graph, inputs(12))
+    assert len(graph.report().failures) == 1, "but not for ever"

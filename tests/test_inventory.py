@@ -21,7 +21,7 @@ from gpupipe.errors import DeviceError
 @pytest.fixture(autouse=True)
 def looked_anew() -> Iterator[None]:
     """Each test looks for itself, and leaves nothing that it faked behind."""
-    caches = (inventory._import, inventory.package, inventory.gpus, inventory.driver_version, inventory.nvdec_caps)
+    caches = (inventory._import, inventory.package, inventory.gpus, inventory.driver_version, inventory._nvdec_caps)
 
     def clear() -> None:
         for cache in caches:
@@ -228,6 +228,24 @@ def test_what_nvdec_can_do_is_said_with_a_reason(
     else:
         assert says in str(caps.reason)
         assert caps.engines == 0
+
+
+def test_a_driver_that_gave_no_answer_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory may be short just now, which must not keep a process on the CPU for life."""
+    monkeypatch.setattr(inventory, "cuda_reason", lambda: None)
+    monkeypatch.setattr(inventory, "package", lambda name: SimpleNamespace(present=True))
+    monkeypatch.setattr(inventory, "nvdec_codec", lambda codec: 4)
+    answers = [RuntimeError("CUDA_ERROR_OUT_OF_MEMORY"), driver.DecodeCaps(supported=1, engines=7)]
+
+    def decode_caps(*_: int) -> driver.DecodeCaps:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(driver, "decode_caps", decode_caps)
+    assert "OUT_OF_MEMORY" in str(inventory.nvdec_caps(0, "h264", "4:2:0", 8).reason)
+    assert [inventory.nvdec_caps(0, "h264", "4:2:0", 8).engines for _ in range(2)] == [7, 7], "an answer is kept"
 
 
 def test_the_drivers_answer_lies_as_cuviddec_h_says() -> None:

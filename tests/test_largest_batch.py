@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from gpupipe import VideoLoader
 from gpupipe.config import BatchConfig
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.train import largest_batch, recompute
@@ -89,6 +91,50 @@ def test_the_batch_that_is_proposed_fits_and_a_larger_one_does_not(model: Model)
     model.zero_grad()
     assert len(plan.probes) <= 8
     assert BatchConfig(size=4096, layout="pack", **plan.for_loader("max_tokens")).max_tokens == plan.size
+
+
+def test_the_loader_s_batches_fit_by_the_plan_s_tokens(clips: dict[str, Path], model: Model) -> None:
+    """Clips of several lengths, packed: each batch's step is within the budget, and the fullest is not far below it."""
+    embed = nn.Linear(3 * 2 * 8 * 8, 32)
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        return model(embed(tokens)).square().mean()
+
+    def clear() -> None:
+        model.zero_grad()
+        embed.zero_grad()
+
+    budget = sum(storages(python_tensors(CPU)).values()) + 4 * MB
+    plan = largest_batch(
+        lambda n: loss(torch.randn(n, 384)).backward(), (16, 32), budget=budget / 1e9, zero_grad=clear, device="cpu"
+    )
+    peaks, sizes = [], []
+    with VideoLoader(
+        [str(clips[name]) for name in ("h264", "mpeg4", "vp9_odd")] * 16,
+        clip={"frames": 8},
+        transform={"size": 32, "dtype": "float32"},
+        batch={
+            "size": 256,
+            "layout": "pack",
+            "patch": (2, 8, 8),
+            "buckets": {"frames": [2, 4, 8], "sizes": [(32, 32), (16, 32)]},
+            **plan.for_loader("max_tokens"),
+        },
+        device="cpu",
+    ) as loader:
+        for batch in loader:
+            tokens = batch["tokens"].clone()
+            sizes.append(len(tokens))
+            del batch
+            before = sum(storages([*model.parameters(), *embed.parameters()]).values())
+            with LiveBytes(CPU) as live:
+                loss(tokens.clone()).backward()
+            peaks.append(before + live.peak)
+            clear()
+    assert len(sizes) > 1
+    assert max(sizes) <= plan.size
+    assert max(sizes) > 0.7 * plan.size
+    assert max(peaks) <= budget
 
 
 def test_recomputing_makes_room_for_more_and_is_left_off_afterwards(model: Model) -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpupipe.errors import ConfigError, MemoryLeakError
 from gpupipe.train import LeakWatch
 from gpupipe.train.memory import leaks as room
 from gpupipe.train.memory.leaks import lines_of
-from gpupipe.train.memory.tensors import Census
+from gpupipe.train.memory.tensors import Census, census
 
 MB = 10**6
 QUICK: dict[str, Any] = {"warmup_steps": 10, "window_steps": 10, "windows": 3, "least_growth": "1MB"}
@@ -177,6 +178,21 @@ def test_lines_that_made_what_is_in_use() -> None:
         {"blocks": [block(MB, frame("CUDACachingAllocator.cpp", 0), frame("log.py", 2, "note"))]},
     ]
     assert lines_of(segments) == ("train.py:7 (step), 5 MB", "log.py:2 (note), 1 MB")
+
+
+def test_odd_tensors_do_no_harm() -> None:
+    """Whatever lives in the process is gone through: what has no memory of its own to count is left out."""
+    odd = [
+        nn.LazyLinear(3).weight,
+        torch.ones(3, 3).to_sparse(),
+        torch.empty(5, device="meta"),
+        FakeTensorMode().from_tensor(torch.ones(4)),
+    ]
+    plain = torch.ones(123, 7)
+    found = census(torch.device("cpu"))
+    assert [count for kind, (count, _) in found.tensors.items() if kind.shape == (123, 7)] == [1]
+    assert not [kind for kind in found.tensors if kind.type in ("FakeTensor", "UninitializedParameter")]
+    del odd, plain
 
 
 @pytest.mark.parametrize("settings", [{"windows": 1}, {"window_steps": 0}, {"action": "stop"}, {"least_growth": "much"}])

@@ -18,8 +18,9 @@ from gpupipe.device import usage as usage_room
 from gpupipe.device.usage import Usage, usage
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.train import memory_report, reserve_memory
+from gpupipe.train.memory import pool as pool_room
 from gpupipe.train.memory import report as report_room
-from gpupipe.train.memory.pool import set_aside
+from gpupipe.train.memory.pool import CudaAllocator, set_aside
 from gpupipe.train.memory.report import report_of
 
 GB, MIB = 10**9, 2**20
@@ -100,6 +101,13 @@ def test_what_does_not_fit_the_device_is_said_before_anything_is_done(
     with pytest.raises(ConfigError, match=says):
         set_aside(MemoryConfig(**settings), CUDA, simulated)
     assert simulated.calls == []
+
+
+@pytest.mark.parametrize(("bound", "splits"), [(-1, True), (0, True), (200 * GB, True), (512 * MIB, False)])
+def test_what_torch_says_of_blocks_that_are_not_cut(bound: int, splits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"max_split_size": bound})
+    monkeypatch.setattr(pool_room, "usage", lambda device: Usage(100 * GB, 0, 0, 100 * GB))
+    assert CudaAllocator(CUDA).splits_all is splits
 
 
 def test_memory_that_another_process_took_meanwhile_leaves_no_ceiling_behind() -> None:

@@ -142,6 +142,10 @@ class DecodeConfig(StageConfig):
     HEVC, VP9 and AV1."""
     decoders_per_thread: Annotated[int, Field(ge=1, le=16)] = 3
     """NVDEC sessions that a thread keeps open, by codec and size class."""
+    numa: bool = True
+    """On a machine with several NUMA nodes, threads and processes that decode for a GPU run on the cores of its node: on those
+    that this process may use, and not where these are fewer than its share of all cores. Elsewhere, and on the CPU, it does
+    nothing. False: they run anywhere."""
 
 
 class JitterConfig(StageConfig):

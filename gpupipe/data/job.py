@@ -46,6 +46,8 @@ class Job:
     """What is known of them as helpers; None: they do not help."""
     index_workers: int
     telemetry: Telemetry
+    cores: frozenset[int] | None = None
+    """On which the threads run; None: anywhere."""
     custom: Custom = NO_CUSTOM
     sizes: Sizes | None = None
     """Of the parts in which batches are handed out; None: whole."""

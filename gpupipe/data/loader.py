@@ -27,7 +27,7 @@ from gpupipe.data import state as states
 from gpupipe.data.bytes import settings as remote
 from gpupipe.data.cache import ClipCache
 from gpupipe.data.decode import Helping
-from gpupipe.data.decode.fleet import engines_of, index_workers
+from gpupipe.data.decode.fleet import cores_of, engines_of, index_workers
 from gpupipe.data.files import OpenFiles
 from gpupipe.data.group import Position, group
 from gpupipe.data.group.base import parts_of
@@ -163,6 +163,7 @@ class VideoLoader:
             helping=Helping(len(helpers)) if helpers and self.config.decode.cpu_workers else None,
             index_workers=index_workers(self.device),
             telemetry=self._telemetry,
+            cores=cores_of(self.config, self.device),
             clips=_clip_cache(self.config.cache, self.device, self._telemetry),
             files=files,
             read_ahead=far_ahead(self.config.cache, entries),

@@ -34,6 +34,7 @@ from gpupipe.data.stop import Stopped, stoppable
 from gpupipe.data.tasks import batch_bytes, further_batches, most_bytes, tasks, visits_per_batch
 from gpupipe.data.transform.custom import Call, CallFailed
 from gpupipe.data.visit import Skipped, Task, Visit, all_skipped
+from gpupipe.device import numa
 from gpupipe.device.doing import at, doing
 from gpupipe.device.stream import hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
@@ -263,6 +264,8 @@ class Pipeline:
         place = worker.line if kind == "nvdec" else worker.line - len(job.engines)
         clock = self._clocks[worker.line] = job.telemetry.clock("plan", own=True)
         try:
+            if job.cores is not None:
+                numa.bind(job.cores)
             if engine.stream is not None:  # a new thread's current GPU is the first one, whatever this loader's is
                 torch.cuda.set_device(engine.device)
             while not self._stopping:

@@ -174,6 +174,25 @@ def drop_contexts(most: int) -> None:
         driver.cuCtxPushCurrent_v2(current)
 
 
+_NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING"""
+
+
+def new_stream(gpu: int) -> int:
+    """The handle of a stream that is nobody else's, for good: torch's come from a pool of 32, again and again.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    driver, stream = _driver(), ctypes.c_void_p()
+    _check(driver.cuCtxPushCurrent_v2(primary_context(gpu)))
+    try:
+        _check(driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
+    finally:
+        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    return stream.value or 0
+
+
 _THREAD_LOCAL, _RELAXED = 1, 2
 """CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_STREAM_CAPTURE_MODE_RELAXED"""
 

@@ -217,28 +217,39 @@ def nvdec_codec(codec: str) -> Any | None:
     return None if name is None else getattr(load("PyNvVideoCodec").cudaVideoCodec, name, None)
 
 
-@functools.cache
+class _Unanswered(Exception):
+    """The driver gave no answer, as where memory is short; another time it may."""
+
+
 def nvdec_caps(gpu: int, codec: str, chroma: str, bits: int) -> DecoderCaps:
     """What NVDEC of this GPU does with ``codec`` (FFmpeg's name), ``chroma`` ("4:2:0" …) and ``bits`` a sample."""
+    try:
+        return _nvdec_caps(gpu, codec, chroma, bits)
+    except _Unanswered as error:
+        return _no_caps(str(error))
 
-    def absent(reason: str) -> DecoderCaps:
-        return DecoderCaps(False, 0, 0, 0, 0, 0, reason)
 
+def _no_caps(reason: str) -> DecoderCaps:
+    return DecoderCaps(False, 0, 0, 0, 0, 0, reason)
+
+
+@functools.cache
+def _nvdec_caps(gpu: int, codec: str, chroma: str, bits: int) -> DecoderCaps:
     why_not = cuda_reason()
     if why_not is not None:
-        return absent(why_not)
+        return _no_caps(why_not)
     found = package("PyNvVideoCodec")
     if not found.present:
-        return absent(f"PyNvVideoCodec cannot be used: {found.reason}")
+        return _no_caps(f"PyNvVideoCodec cannot be used: {found.reason}")
     number = nvdec_codec(codec)
     chroma_number = {"4:0:0": 0, "4:2:0": 1, "4:2:2": 2, "4:4:4": 3}.get(chroma)
     if number is None or chroma_number is None:
-        return absent(f"NVDEC has no {codec} {chroma}")
+        return _no_caps(f"NVDEC has no {codec} {chroma}")
     try:
         caps = driver.decode_caps(gpu, int(number), chroma_number, bits)
     except (RuntimeError, OSError) as error:
-        return absent(f"the driver's answer for {codec} {chroma} {bits} bit: {error}")
+        raise _Unanswered(f"the driver's answer for {codec} {chroma} {bits} bit: {error}") from error
     if not caps.supported:
-        return absent(f"this GPU's NVDEC does not decode {codec} {chroma} {bits} bit")
+        return _no_caps(f"this GPU's NVDEC does not decode {codec} {chroma} {bits} bit")
     sizes = (caps.least_width, caps.least_height, caps.most_width, caps.most_height)
     return DecoderCaps(True, max(1, caps.engines), *sizes, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from gpupipe.device.inventory import load
@@ -20,10 +21,11 @@ BASE_BYTES = 512
 MAX_ROWS = 65000
 """Most rows of one linear 2-D texture (cudaDevAttrMaxTexture2DLinearHeight)."""
 _KEPT = 1024
-"""Texture objects kept. Destroying one does not wait for kernels that read it, so the rare clean-up synchronises first."""
+"""Texture objects kept. Destroying one does not wait for kernels that read it, so the rare clean-up first waits for the streams
+on which they were used last; not for the whole GPU, on which another thread may be capturing a graph."""
 
 _lock = threading.Lock()
-_textures: OrderedDict[tuple[int, ...], Any] = OrderedDict()
+_textures: OrderedDict[tuple[int, ...], tuple[Any, torch.cuda.Stream]] = OrderedDict()
 
 
 def can_be_textured(frames: torch.Tensor) -> bool:
@@ -39,29 +41,31 @@ def can_be_textured(frames: torch.Tensor) -> bool:
 
 
 def texture_of(frames: torch.Tensor) -> int:
-    """Handle (``cudaTextureObject_t``) of frames (N, rows, pitch) on a CUDA device that :func:`can_be_textured`.
+    """Handle (``cudaTextureObject_t``) of frames (N, rows, pitch) on a CUDA device that :func:`can_be_textured`, for use on the
+    current stream.
 
     All rows one below the other, ``TEXEL`` samples a texel: one channel of 32 bits for 8-bit samples, two for 16-bit ones.
     Point filter, unnormalised coordinates, clamped at the edges.
     """
+    import torch
+
     count, rows, pitch = frames.shape
     key = (frames.device.index, frames.data_ptr(), count * rows, pitch * frames.element_size(), frames.element_size())
     with _lock:
-        if key not in _textures:
-            if len(_textures) >= _KEPT:
-                _forget_oldest()
-            _textures[key] = _make(*key)
+        if key not in _textures and len(_textures) >= _KEPT:
+            _forget_oldest()
+        texture = _textures[key][0] if key in _textures else _make(*key)
+        _textures[key] = texture, torch.cuda.current_stream(frames.device)
         _textures.move_to_end(key)
-        return int(_textures[key].ptr)
+        return int(texture.ptr)
 
 
 def _forget_oldest() -> None:
-    import torch
-
-    for gpu in {key[0] for key in _textures}:
-        torch.cuda.synchronize(gpu)
-    for _ in range(_KEPT // 2):
-        _textures.popitem(last=False)
+    oldest = list(islice(_textures, _KEPT // 2))
+    for stream in {_textures[key][1] for key in oldest}:
+        stream.synchronize()
+    for key in oldest:
+        del _textures[key]
 
 
 def _make(gpu: int, address: int, rows: int, pitch_bytes: int, sample_bytes: int) -> Any:

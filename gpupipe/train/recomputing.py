@@ -71,7 +71,7 @@ class Recompute:
         self.choices = tuple(choices)
         self.peak_bytes = peak_bytes
         self._replaced = [
-            Replaced(blocks[choice.name], partial(_again, forward_of(blocks[choice.name]), choice.policy))
+            Replaced(blocks[choice.name], partial(_again, forward_of(blocks[choice.name]), choice.policy, _Draws()))
             for choice in choices
             if choice.policy != "none"
         ]
@@ -159,13 +159,33 @@ def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> 
     return found
 
 
-def _again(forward: Callable[..., Any], policy: Policy, *args: Any, **kwargs: Any) -> Any:
+@dataclass
+class _Draws:
+    """Whether a block draws random numbers on the GPU, which it must draw again; None: it has not run yet."""
+
+    known: bool | None = None
+
+
+def _again(forward: Callable[..., Any], policy: Policy, draws: _Draws, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     contexts: dict[str, Any] = {}
     if policy == "elementwise":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
-    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+    run = partial(checkpoint, forward, *args, use_reentrant=False, **contexts, **kwargs)
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return run()
+    if torch.cuda.is_current_stream_capturing():  # where a generator's state cannot be read
+        return run(preserve_rng_state=draws.known is not False)
+    before = _drawn()
+    made = run()
+    draws.known = draws.known or _drawn() != before
+    return made
+
+
+def _drawn() -> int:
+    """A number that rises with what is drawn on the current GPU."""
+    return int(torch.cuda.default_generators[torch.cuda.current_device()].get_offset())
 
 
 def _keeps(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -274,7 +294,7 @@ def _measured(blocks: dict[str, torch.nn.Module], calls: dict[str, _Call]) -> di
 
 def _cost(block: torch.nn.Module, call: _Call, policy: Policy) -> Cost:
     """Of one block alone, with its inputs as they were."""
-    forward = block.forward if policy == "none" else partial(_again, forward_of(block), policy)
+    forward = block.forward if policy == "none" else partial(_again, forward_of(block), policy, _Draws())
     wanted = [each for each in block.parameters() if each.requires_grad]
     seconds, kept_bytes, passing_bytes = [], 0, 0
     for _ in range(_RUNS):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpupipe.train import recompute
+from gpupipe.train import AdaptiveGraph, recompute
 
 pytestmark = pytest.mark.gpu
 GB = 1e9
@@ -66,3 +66,20 @@ def test_three_budgets_are_kept_and_gradients_with_them() -> None:
         model.zero_grad()
         twin.zero_grad()
     assert again[0] >= again[1] > again[2] == 0
+
+
+def test_blocks_are_made_again_within_a_graph() -> None:
+    torch.manual_seed(0)
+    model = Model().cuda()
+    twin = copy.deepcopy(model)
+    x = torch.randn(64, 512, device="cuda")
+    graph = AdaptiveGraph(model, warmup_steps=2, capture_frequency=2)
+    with recompute(model, "block"):
+        for _ in range(6):
+            model.zero_grad()
+            graph(x).square().mean().backward()
+    twin(x).square().mean().backward()
+    assert not graph.report().failures
+    assert graph.report().hits == 4
+    for own, expected in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.allclose(own.grad, expected.grad, atol=1e-5)  # type: ignore[arg-type]

@@ -28,6 +28,7 @@ from gpupipe.config import TransformConfig
 from gpupipe.data.transform import ClipInput, ClipTransform, TransformParams, affine, gaussian, levels, resize, to_rgb
 from gpupipe.data.transform.adjust import adjust, blur
 from gpupipe.data.transform.params import ColorOp, whole
+from gpupipe.device import texture
 from gpupipe.types import Planes
 
 pytestmark = pytest.mark.gpu
@@ -314,3 +315,24 @@ def test_training_clips_are_the_references(size: tuple[int, int], changes: dict[
         off = (clip.out.cpu() - _on_cpu(clip, config)).abs() * max(config.std) * 255
         assert float(off.max()) < 1
         assert float(off.mean()) < 0.01
+
+
+def test_textures_are_forgotten_beside_a_capture() -> None:
+    """Their number is bounded, and letting go of them waits for no stream on which another thread captures a graph."""
+    memory = torch.zeros(2 << 20, dtype=torch.uint8, device="cuda")
+    summed, graph, stream = torch.zeros((), device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+
+    def look_at_many() -> int:
+        handles = {texture.texture_of(memory[at : at + 512].view(1, 16, 32)) for at in range(0, 512 * 1500, 512)}
+        return len(handles)
+
+    with ThreadPoolExecutor(1) as pool, torch.cuda.stream(stream):
+        pool.submit(look_at_many).result()
+        graph.capture_begin(capture_error_mode="thread_local")
+        summed += 1
+        pool.submit(look_at_many).result()
+        graph.capture_end()
+    assert len(texture._textures) <= texture._KEPT
+    graph.replay()
+    assert summed.item() == 1

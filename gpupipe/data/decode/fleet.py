@@ -9,6 +9,7 @@ from gpupipe.data.decode.engine import DecodeEngine, Fallbacks
 from gpupipe.data.decode.process import DecodeProcess
 from gpupipe.data.ranks import local_ranks
 from gpupipe.device.inventory import cpu_quota, load, nvdec_caps
+from gpupipe.device.numa import cores_near
 from gpupipe.errors import DeviceError
 from gpupipe.telemetry import Telemetry
 
@@ -19,6 +20,13 @@ _NICE = 10
 def index_workers(device: torch.device) -> int:
     """Processes that index ahead: half the cores beside NVDEC; none on the CPU, where decoding has use for every core."""
     return 0 if device.type == "cpu" else max(1, min(8, cpu_quota() // 2))
+
+
+def cores_of(config: LoaderConfig, device: torch.device) -> frozenset[int] | None:
+    """The cores of this device's threads; None: any."""
+    if device.type != "cuda" or not config.decode.numa:
+        return None
+    return cores_near(device.index or 0, local_ranks(device))
 
 
 def _hardware_threads(decode: DecodeConfig, device: torch.device, telemetry: Telemetry) -> int:

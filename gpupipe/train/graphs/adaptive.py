@@ -38,6 +38,10 @@ _TOLD = 32
 """Failures that are told, of different kinds."""
 _paused: list[None] = []
 """Not empty while :func:`paused`."""
+_SPOILT = "previous error during capture"
+"""What CUDA says in a capture that is spoilt already: by another thread, where nothing said so before. Waiting for the whole
+device does it."""
+_SPOILT_TIMES = 8
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PATIENCE = 4
 """Times ``capture_frequency`` calls that smaller shapes wait for the largest one to come again."""
@@ -54,6 +58,8 @@ class _Seen:
     size_bytes: int
     times: int = 0
     failed: int = 0
+    spoilt: int = 0
+    """Captures that came to nothing for what another thread did."""
     next_try: int = 0
     """Its own count of calls from which on it may be tried again."""
     graphed: Graphed | None = None
@@ -266,8 +272,11 @@ class AdaptiveGraph:
                 observed=None if self._gradients is None else self._gradients.observed(kind),
             )  # fmt: skip
         except NotCaptured as error:
-            seen.failed += 1
             seen.next_try = seen.times + self._frequency
+            if _SPOILT in str(error) and seen.spoilt < _SPOILT_TIMES:
+                seen.spoilt += 1
+                return
+            seen.failed += 1
             self._fail(_place(error.__cause__ or error))
             if self._may_cut and seen.failed > self._retries:
                 self._cut = in_segments(self._function, self._like_this)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-from gpupipe.device.driver import begin_capture, graph_nodes
+from gpupipe.device.driver import begin_capture, graph_nodes, new_stream
 
 
 class NotCaptured(Exception):
@@ -48,15 +50,23 @@ class Recorder(Protocol):
         ...
 
 
+_idle_streams: defaultdict[int, list[int]] = defaultdict(list)
+"""By GPU, those whose recorder has gone."""
+
+
 class CudaRecorder:
     """CUDA graphs on one device, in one pool of memory.
 
     Work of other threads may go on meanwhile: what a loader does on its own streams neither spoils a capture nor gets into it.
+    Hence a stream that is not of torch's pool: its turn may come to one that a loader has.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        idle = _idle_streams[device.index or 0]
+        handle = idle.pop() if idle else new_stream(device.index or 0)
+        weakref.finalize(self, idle.append, handle).atexit = False
+        self._stream = torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         self._mark = torch.zeros((), device=device)
         self._reserved = 0

@@ -13,7 +13,7 @@ import torch
 from gpupipe.config.ranges import amount_bytes
 from gpupipe.config.training import LeakConfig
 from gpupipe.device.inventory import resolve_device
-from gpupipe.device.usage import usage
+from gpupipe.device.usage import held_bytes, usage
 from gpupipe.errors import MemoryLeakError
 from gpupipe.telemetry import log
 from gpupipe.train.memory.tensors import Census, census, holder_of
@@ -178,9 +178,7 @@ class LeakWatch:
         self._forget()
 
     def _own(self) -> int:
-        if self.device.type == "cuda":
-            return int(torch.cuda.memory_allocated(self.device))
-        return usage(self.device).used
+        return held_bytes(self.device)
 
     def _forget(self) -> None:
         self._suspected = None

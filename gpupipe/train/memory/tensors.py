@@ -12,6 +12,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import torch
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -108,7 +109,7 @@ def holder_of(kind: Kind, device: torch.device) -> str | None:
             continue
         values = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
         owner = _owner_of(holder) if isinstance(holder, dict) else holder
-        keys = [key for key, value in values.items() if id(value) in wanted]
+        keys = [key for key, value in list(values.items()) if id(value) in wanted]  # other threads may change it meanwhile
         if owner is None and keys:
             found[f"dict {id(holder)}"] = (len(keys), holder)
         for key in keys if owner is not None else ():
@@ -149,10 +150,11 @@ def _name_of(container: Any) -> str | None:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
-        tensor.layout == torch.strided
+        type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # before what a subclass may answer for
+        and not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
+        and tensor.layout == torch.strided
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     )
 
 
