@@ -47,7 +47,7 @@ def _line(name: str, value: Any) -> str:
 def _found(name: str) -> Any:
     """What a dotted name stands for."""
     parts = name.split(".")
-    for end in range(len(parts), 0, -1):
+    for end in range(len(parts) - 1, 0, -1):
         try:
             found: Any = importlib.import_module(".".join(parts[:end]))
         except ImportError:
