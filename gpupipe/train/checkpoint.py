@@ -14,6 +14,7 @@ import torch
 from gpupipe.device import autotune
 from gpupipe.device.disk import replacing
 from gpupipe.errors import ConfigError
+from gpupipe.ops.sharded import is_sharded
 
 VERSION = 1
 """Of the form of the file. One of another version is refused."""
@@ -64,6 +65,10 @@ def _check(part: Any, place: str) -> None:
     elif type(part) in (list, tuple, set, torch.Size):
         for number, value in enumerate(part):
             _check(value, f"{place}[{number}]")
+    elif is_sharded(part):
+        raise ConfigError(
+            f"{place} is a DTensor, of which this rank has a part alone", fix="give whole(state) of gpupipe.train.parallel"
+        )
     elif not isinstance(part, torch.Tensor) and type(part) not in _PLAIN:
         fix = (
             "give its state_dict()"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gpupipe.errors import ConfigError
-from gpupipe.train.shards import locals_of
+from gpupipe.train.shards import like, locals_of
 
 
 class Ema:
@@ -63,7 +63,7 @@ class Ema:
         return {"steps": self.steps, "averages": dict(self.averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave.
+        """Takes up what :meth:`state_dict` gave; of a model that is split also with whole tensors.
 
         Raises:
             ConfigError: for averages of another model.
@@ -77,4 +77,4 @@ class Ema:
             )
         self.steps = state["steps"]
         for name, value in self.averages.items():
-            value.copy_(state["averages"][name])
+            value.copy_(like(state["averages"][name], value))

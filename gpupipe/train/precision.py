@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from gpupipe.config.training import PrecisionConfig
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError
-from gpupipe.train.shards import Scaler, average, is_fully_sharded, locals_of, total_norm
+from gpupipe.train.shards import Scaler, average, is_fully_sharded, like, locals_of, total_norm
 from gpupipe.train.shards import clip as shrink
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -255,9 +255,9 @@ class Precision:
                 f"this state has weights of {sorted(strangers)[0]!r}, which the model does not have", fix="make the same model"
             )
         for name, value in state["masters"].items():
-            parameters[name].copy_(value)
+            parameters[name].copy_(like(value, parameters[name]))
         for name, master in self.masters.items():
-            master.copy_(state["masters"].get(name, parameters[name]))
+            master.copy_(like(state["masters"].get(name, parameters[name]), master))
 
 
 def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
