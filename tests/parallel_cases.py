@@ -23,7 +23,7 @@ from video_dit import VideoDiT, VideoDiTConfig, flow_loss
 
 from gpupipe import ops
 from gpupipe.errors import ConfigError, ShapeError
-from gpupipe.train import Ema, GridAttention, Mlp, Precision, fuse, statistics, use
+from gpupipe.train import Ema, GridAttention, Mlp, Precision, fuse, save_checkpoint, switches, use
 from gpupipe.train.parallel import (
     data_ranks,
     fsdp_placement,
@@ -32,6 +32,8 @@ from gpupipe.train.parallel import (
     optimizer_state,
     param_groups,
     sequence_parallel,
+    split_columns,
+    split_rows,
     tensor_parallel,
     whole,
 )
@@ -209,7 +211,7 @@ def model_of_others() -> dict[str, Any]:
             "input": furthest({"": inputs[1].grad}, {"": inputs[0].grad}),  # type: ignore[dict-item]
             "weights": furthest(whole(split.state_dict()), alone.state_dict()),
         }
-    found["ways"] = sorted({kind for kind, _ in statistics.written} | set(statistics.fused))
+    found["ways"] = ways(split)
     try:
         tensor_parallel(others(heads=3), world())
     except ConfigError as error:
@@ -276,12 +278,106 @@ def others(heads: int = 4) -> nn.Module:
 
 
 @case
+def ops_on_shards() -> dict[str, Any]:
+    """The linear ops by themselves, on weights that are split: results and gradients; and what they refuse."""
+    mesh, generator = world(), torch.Generator().manual_seed(0)
+    found: dict[str, Any] = {}
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def own(x: torch.Tensor, parts: int = 1) -> torch.Tensor:
+        """This rank's columns of each part."""
+        return torch.cat([part.chunk(mesh.size(), -1)[mesh.get_local_rank()] for part in x.chunk(parts, -1)], -1)
+
+    def compared(
+        name: str,
+        way: Callable[..., torch.Tensor],
+        plain: list[torch.Tensor],
+        split: list[Any],
+        shown: Callable[[torch.Tensor], torch.Tensor] = lambda y: y,
+    ) -> None:
+        results, grads = [], []
+        for values, part in ((plain, lambda y: y), (split, shown)):
+            leaves = [value.detach().requires_grad_() for value in values]
+            results.append(way(*leaves))
+            weight = torch.linspace(-9, 9, results[0].numel()).cos().view(results[0].shape)
+            (results[-1] * part(weight)).sum().backward()
+            grads.append(whole({str(place): leaf.grad for place, leaf in enumerate(leaves)}))
+        found[name] = [furthest({"": results[1]}, {"": shown(results[0])}), furthest(grads[1], grads[0])]
+
+    x, weight, bias, back, back_bias = drawn(2, 5, 8), drawn(24, 8), drawn(24), drawn(8, 12), drawn(8)
+    norm, scale, shift, behind = drawn(8), drawn(2, 8), drawn(2, 8), drawn(8, 24)
+    rows = [x, split_rows(weight, mesh), split_rows(bias, mesh)]
+    compared("rows", lambda *given: ops.linear_act(*given, activation="silu"), [x, weight, bias], rows, own)
+    halves = [x, split_rows(weight, mesh, parts=2), bias]
+    compared("gated", lambda *given: ops.linear_act(*given, activation="geglu"), [x, weight, bias], halves, own)
+    compared(
+        "mlp",
+        lambda x, *layers: ops.mlp(x, *layers, activation="swiglu", gate=x[:, 0], residual=x),
+        [x, weight, bias, back, back_bias],
+        [*halves, split_columns(back, mesh), back_bias],
+    )
+    for kind in ("layer", "rms"):
+        compared(
+            f"norm {kind}",
+            lambda x, w, b, n, *rows, kind=kind: ops.norm_linear(x, w, b, n, scale=rows[0], shift=rows[1], kind=kind),
+            [x, weight, bias, norm, scale, shift],
+            [*rows, norm, scale, shift],
+            own,
+        )
+    compared(
+        "qkv",
+        lambda *given: ops.qkv_linear(*given, packed=True).flatten(-2),  # type: ignore[union-attr]
+        [x, weight, bias],
+        [x, split_rows(weight, mesh, parts=3), bias],
+        lambda y: own(y, 3),
+    )
+
+    def normed(x: torch.Tensor, weight: torch.Tensor, over: torch.Tensor, behind: torch.Tensor) -> torch.Tensor:
+        return ops.linear_act(ops.rms_norm(ops.linear_act(x, weight, activation=None), over), behind, activation=None)
+
+    compared("norm over all", normed, [x, weight, bias, behind], [*rows, split_columns(behind, mesh)])
+    refused = {}
+    for name, call in {
+        "half": lambda: ops.mlp(x, rows[1], rows[2], back, back_bias),
+        "otherwise": lambda: ops.mlp(x, split_columns(weight, mesh), bias, split_columns(back, mesh), back_bias),
+        "packing": lambda: ops.qkv_linear(*rows),
+        "heads": lambda: ops.qkv_linear(x, split_rows(weight, mesh, parts=3), bias, heads=1),
+        "norm": lambda: ops.norm_linear(own(x), split_columns(weight, mesh), bias),
+        "layer norm": lambda: ops.layer_norm(x, split_rows(norm, mesh)),
+        "uneven": lambda: split_rows(drawn(2 * mesh.size() + 1, 3), mesh),
+        "twice": lambda: tensor_parallel(nn.Sequential(Split()), mesh),
+        "checkpoint": lambda: save_checkpoint("never", weight=rows[1]),
+    }.items():
+        try:
+            call()  # type: ignore[no-untyped-call]
+        except (ConfigError, ShapeError) as error:
+            refused[name] = str(error)
+    return {**found, "refused": refused}
+
+
+class Split(Mlp):
+    """An MLP that is split already."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 16)
+        tensor_parallel(self, world())
+
+
+def ways(model: nn.Module) -> list[bool]:
+    """Of the attentions of others that were called, whether they pass their check."""
+    states = [module.__dict__[switches.SPLIT] for module in model.modules() if switches.SPLIT in module.__dict__]
+    return [passed for state in states if state.plan.heads for passed in state.decided.values()]
+
+
+@case
 def families() -> dict[str, Any]:
     """Models of diffusers and transformers, fused and split: outputs and gradients."""
     import fuse_families
 
     found: dict[str, Any] = {}
-    for name in ("hunyuan", "latte", "cogvideox", "videomae", "timesformer", "vit"):
+    for name in ("wan", "hunyuan", "latte", "cogvideox", "videomae", "timesformer", "vit"):
         family = fuse_families.FAMILIES[name]
         if importlib.util.find_spec(family.package) is None:
             continue
@@ -298,7 +394,7 @@ def families() -> dict[str, Any]:
             (made[-1] * torch.linspace(0, 9, made[-1].numel()).sin().view(made[-1].shape)).sum().backward()
         found[name] = {
             "output": furthest({"": made[1]}, {"": made[0]}), "gradients": furthest(gradients(split), gradients(alone)),
-            "split": len(report.split), "left": [entry.said for entry in report.left],
+            "split": len(report.split), "ways": ways(split),
         }  # fmt: skip
     return found
 
@@ -321,6 +417,9 @@ def precision() -> dict[str, Any]:
     found["norms"] = norms
     found["weights"] = furthest(whole(models[1].state_dict()), models[0].state_dict())
     found["averages"] = furthest(averages[1], averages[0])
+    fresh = Ema(models[1], 0.9)
+    fresh.load_state_dict(whole(ema.state_dict()))
+    found["averages back"] = furthest(whole(fresh.averages), averages[1])
     models, norms = (dit(), dit()), []
     tensor_parallel(models[1], world())
     for model in models:
@@ -330,8 +429,12 @@ def precision() -> dict[str, Any]:
             loss = flow_loss(model, *clips(0))
         own.backward(loss)
         norms.append(float(own.step(optimizer)))
-        averages.append(whole(own.masters))
+        averages.append({name: value.clone() for name, value in whole(own.masters).items()})
     found["copies"] = {"norms": norms, "weights": furthest(averages[3], averages[2])}
+    state = whole(own.state_dict())
+    own.load_state_dict({**state, "masters": {name: 2 * value for name, value in state["masters"].items()}}, models[1])
+    doubled = {name: value / 2 for name, value in whole(own.masters).items()}
+    found["copies"]["back"] = furthest(doubled, averages[3])
     found["copies"]["types"] = sorted({str(value.dtype) for value in models[1].parameters()})
     model = dit()
     tensor_parallel(model, world())

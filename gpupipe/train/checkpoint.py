@@ -13,6 +13,7 @@ import torch
 from gpupipe.device import autotune
 from gpupipe.device.disk import replacing
 from gpupipe.errors import ConfigError
+from gpupipe.ops.sharded import is_sharded
 from gpupipe.train.arguments import a_device, a_path
 
 VERSION = 1
@@ -65,6 +66,10 @@ def _check(part: Any, place: str) -> None:
     elif type(part) in (list, tuple, set, torch.Size):
         for number, value in enumerate(part):
             _check(value, f"{place}[{number}]")
+    elif is_sharded(part):
+        raise ConfigError(
+            f"{place} is a DTensor, of which this rank has a part alone", fix="give whole(state) of gpupipe.train.parallel"
+        )
     elif not isinstance(part, torch.Tensor) and type(part) not in _PLAIN:
         fix = (
             "give its state_dict()"

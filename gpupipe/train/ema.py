@@ -12,7 +12,7 @@ from torch import nn
 from gpupipe.errors import ConfigError
 from gpupipe.train.arguments import a_mapping, a_model, a_number, of
 from gpupipe.train.loading import on_load, renamed, unwrapped
-from gpupipe.train.shards import locals_of
+from gpupipe.train.shards import like, locals_of
 
 
 class Ema:
@@ -86,7 +86,7 @@ class Ema:
         return {"steps": self.steps, "averages": dict(self.averages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up what :meth:`state_dict` gave.
+        """Takes up what :meth:`state_dict` gave; of a model that is split also with whole tensors.
 
         Names may have what wrappers put before them.
 
@@ -108,4 +108,4 @@ class Ema:
             )
         self.steps = state["steps"]
         for name, value in self.averages.items():
-            value.copy_(found[name])
+            value.copy_(like(found[name], value))

@@ -75,6 +75,10 @@ def fuse(
             covered.add(name)
             report.left.append(Entry(name, type(module).__name__, "skipped, as asked"))
             continue
+        if switches.SPLIT in module.__dict__:
+            covered.add(name)
+            report.left.append(Entry(name, type(module).__name__, "it is split between ranks: fuse before that"))
+            continue
         if is_fused(module):
             report.left.append(Entry(name, type(module).__name__, "it is fused already"))
             if _mixin(module).whole:

@@ -20,7 +20,7 @@ from gpupipe.errors import ConfigError
 from gpupipe.train.arguments import a_device, a_mapping, a_model, a_number, a_tensor, of, shown
 from gpupipe.train.loading import on_load, renamed, unwrapped
 from gpupipe.train.made import MADE, reduced
-from gpupipe.train.shards import Scaler, average, is_fully_sharded, locals_of, total_norm
+from gpupipe.train.shards import Scaler, average, is_fully_sharded, like, locals_of, total_norm
 from gpupipe.train.shards import clip as shrink
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -341,9 +341,9 @@ class Precision:
                     fix="make the same model",
                 )
         for name, value in masters.items():
-            parameters[name].copy_(value)
+            parameters[name].copy_(like(value, parameters[name]))
         for name, master in self.masters.items():
-            master.copy_(masters.get(name, parameters[name]))
+            master.copy_(like(masters.get(name, parameters[name]), master))
 
 
 def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

@@ -29,6 +29,15 @@ def locals_of(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [local(value) for value in values]
 
 
+def like(value: Any, own: Any) -> Any:
+    """A whole tensor, the same on all ranks, as this rank has its own: its shard, if that is a DTensor. Others as they are."""
+    if not is_sharded(own) or not isinstance(value, torch.Tensor) or is_sharded(value) or value.shape != own.shape:
+        return value  # who loads a wrong shape names it
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value.detach().to(own.device), own.device_mesh, own.placements, src_data_rank=None)
+
+
 @torch.no_grad()
 def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
     """The L2 norm over all of them, whole: a float32 scalar, the same on all ranks that share them."""

@@ -26,6 +26,9 @@ KINDS = ("norm", "group_norm", "modulated_norm", "mlp", "linear_act", "attention
 STATE = "_gpupipe_fused"
 """The attribute of a fused module that holds what belongs to its fused form."""
 
+SPLIT = "_gpupipe_split"
+"""That of a module that is split between ranks."""
+
 _off: set[str] = set()
 _ALL = "*"
 _here = threading.local()

@@ -22,6 +22,8 @@ from gpupipe.ops.norms import reference
 from gpupipe.ops.norms.op import norm_op
 from gpupipe.ops.norms.tiles import LARGEST
 from gpupipe.ops.settings import Precision
+from gpupipe.ops.sharded import cut, is_sharded, replicated
+from gpupipe.ops.sharded.norms import rms_norms
 
 Kind = Literal["layer", "rms"]
 
@@ -61,7 +63,7 @@ def rms_norm(
 
     Args:
         x: (..., H), float32, bfloat16, float16 or float64.
-        weight: (H,), any floating type.
+        weight: (H,), any floating type. A DTensor split by rows: x is this rank's columns, the norm goes over all ranks'.
         precision: see :func:`gpupipe.ops.precision`; all modes round here alike.
 
     Returns:
@@ -70,6 +72,8 @@ def rms_norm(
     Raises:
         ShapeError: when an argument does not fit x.
     """
+    if is_sharded(weight) and cut("weight", weight).by == "rows":
+        return rms_norms([(x, weight)], eps)[0]
     return _norm("rms_norm", x, weight=weight, eps=eps, kind="rms", precision=precision)[0]
 
 
@@ -253,6 +257,8 @@ def _norm(
     eps = checks.epsilon(eps)
     if kind not in ("layer", "rms"):
         raise ConfigError(f"kind is {kind!r}", fix="choose 'layer' or 'rms'")
+    if is_sharded(weight) or is_sharded(bias):
+        weight, bias = replicated("weight", weight), replicated("bias", bias)
     checks.vector("weight", weight, x.shape[-1], x)
     checks.vector("bias", bias, x.shape[-1], x)
     if gate is not None or scale is not None or shift is not None:

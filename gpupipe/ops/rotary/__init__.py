@@ -14,7 +14,9 @@ from gpupipe.ops.rotary import reference
 from gpupipe.ops.rotary.op import PackedNormRope, qk_op
 from gpupipe.ops.rotary.tiles import LARGEST
 from gpupipe.ops.settings import Precision
+from gpupipe.ops.sharded import cut, is_sharded
 from gpupipe.ops.sharded.linear import within
+from gpupipe.ops.sharded.norms import rms_norms
 
 Norm = Literal["head", "full"]
 _NORMS = {None: reference.NONE, "head": reference.HEAD, "full": reference.FULL}
@@ -41,7 +43,8 @@ def qk_norm_rope(
         qkv: (B, N, 3, heads, dim) as one product makes it, or (q, k, v), each (B, N, heads, dim); float32, bfloat16, float16 or
             float64, in any strides.
         q_weight, k_weight: of the norms, (dim,) or for ``"full"`` (heads * dim,); both or neither. Replicated DTensors: each
-            rank has other heads, and their gradients are summed.
+            rank has other heads, and their gradients are summed. For ``"full"`` split by rows as the heads are: the norm goes
+            over all ranks' heads.
         rope: tables; None turns nothing.
         grid: of tokens, (T, H, W), in this order; None: a plain sequence.
         norm: ``"head"`` over each head's ``dim``, ``"full"`` over all heads of a token, None for no norm.
@@ -57,6 +60,9 @@ def qk_norm_rope(
         ConfigError: for another ``norm``, or weights without a norm.
     """
     q, k, v = unpack(qkv)
+    if norm == "full" and is_sharded(q_weight) and cut("q_weight", q_weight).by == "rows":
+        q, k = (x.view(q.shape) for x in rms_norms([(q.flatten(2), q_weight), (k.flatten(2), k_weight)], eps))
+        return qk_norm_rope((q, k, v), None, None, rope, grid=grid, norm=None, text=text, precision=precision)
     q_weight, k_weight = within(q_weight, k_weight)
     arguments = prepared(q, q_weight, k_weight, rope, grid=grid, norm=norm, text=text, eps=eps, precision=precision)
     tokens, size = q.shape[0] * q.shape[1], q.shape[2] * q.shape[3]

@@ -43,6 +43,20 @@ def is_sharded(value: object) -> bool:
     return type(value) not in _PLAIN and isinstance(value, torch.Tensor) and hasattr(value, "placements")
 
 
+def replicated(name: str, value: Any) -> torch.Tensor | None:
+    """What is used on all ranks alike: of a DTensor its local value, which must be all of it.
+
+    Raises:
+        ShapeError: for one that is split.
+    """
+    if value is None or not is_sharded(value):
+        return value  # type: ignore[no-any-return]
+    found = cut(name, value)
+    if found.by != "nothing":
+        raise ShapeError(f"{name} is split by {found.by}, and is used on what is whole", fix="leave it whole")
+    return found.local
+
+
 def cut(name: str, value: Any) -> Cut:
     """How a DTensor is split, and this rank's part of it.
 

@@ -12,7 +12,7 @@ from gpupipe.ops import activations
 from gpupipe.ops.activations import AnyActivation
 from gpupipe.ops.dropout import own_draws
 from gpupipe.ops.settings import Precision
-from gpupipe.ops.sharded import Cut, cut, is_sharded
+from gpupipe.ops.sharded import Cut, cut, is_sharded, replicated
 from gpupipe.ops.sharded.collectives import all_copied, copied, picked, summed
 
 
@@ -36,7 +36,7 @@ def linear_act(
     if own.by == "columns":
         partial = linear.linear_act(x, own.local, None, activation=None, precision=precision)
         return passes.bias_act_dropout_add(
-            summed(partial, own.group), _whole("bias", bias), residual, p=p, **settings
+            summed(partial, own.group), replicated("bias", bias), residual, p=p, **settings
         )  # fmt: skip
     _parts("weight", own, 1 + activations.split(activations.known(activation, gated=True))[1])
     rows = _rows("bias", bias, own)
@@ -79,7 +79,7 @@ def mlp(
         precision=precision,
     )  # fmt: skip
     return passes.bias_act_dropout_add(
-        summed(partial, two.group), _whole("bias2", bias2), residual, gate=gate, precision=precision
+        summed(partial, two.group), replicated("bias2", bias2), residual, gate=gate, precision=precision
     )  # fmt: skip
 
 
@@ -107,7 +107,7 @@ def norm_linear(
     own = cut("weight", weight)
     if own.by == "columns":
         raise ShapeError("weight is split by columns, so that no rank has whole rows to normalise", fix="split it by rows")
-    weights = [_whole(name, value) for name, value in (("norm_weight", norm_weight), ("norm_bias", norm_bias))]
+    weights = [replicated(name, value) for name, value in (("norm_weight", norm_weight), ("norm_bias", norm_bias))]
     settings: dict[str, Any] = {"eps": eps, "precision": precision}
     if scale is None and shift is not None:
         scale = torch.zeros_like(shift)
@@ -196,21 +196,11 @@ def _parts(name: str, own: Cut, parts: int) -> None:
 def _rows(name: str, bias: Any, own: Cut) -> torch.Tensor | None:
     """This rank's values of a bias, which is split as the weight's rows are, or not at all."""
     if bias is None or own.by == "nothing":
-        return _whole(name, bias)
+        return replicated(name, bias)
     if not is_sharded(bias):
         return picked(bias, own.parts, own.group)
     found = cut(name, bias)
     if found.by == "nothing":
         return picked(found.local, own.parts, own.group)
     _parts(name, found, own.parts)
-    return found.local
-
-
-def _whole(name: str, bias: Any) -> torch.Tensor | None:
-    """A bias that is added on all ranks alike."""
-    if bias is None or not is_sharded(bias):
-        return bias  # type: ignore[no-any-return]
-    found = cut(name, bias)
-    if found.by != "nothing":
-        raise ShapeError(f"{name} is split by {found.by}, and is added to what is whole", fix="leave it whole")
     return found.local

@@ -11,6 +11,7 @@ from gpupipe.ops.rope import Rope
 from gpupipe.ops.rotary import Norm, prepared, qk_norm_rope
 from gpupipe.ops.sdpa import along_time
 from gpupipe.ops.settings import Precision
+from gpupipe.ops.sharded import is_sharded
 from gpupipe.ops.sharded.linear import within
 from gpupipe.ops.temporal import reference
 from gpupipe.ops.temporal.op import temporal_op
@@ -57,6 +58,9 @@ def temporal_attention(
         ConfigError: see :func:`gpupipe.ops.qk_norm_rope`.
     """
     q, k, v = unpack(qkv)
+    if norm == "full" and is_sharded(q_weight):
+        qkv = q, k, v = qk_norm_rope(qkv, q_weight, k_weight, rope, grid=grid, norm=norm, eps=eps, precision=precision)
+        q_weight = k_weight = rope = norm = None
     q_weight, k_weight = within(q_weight, k_weight)
     if not isinstance(grid, tuple | list) or len(grid) != 3:
         raise ShapeError(f"grid is {grid!r}", fix="give (T, H, W), whose product is the number of tokens")

@@ -23,11 +23,10 @@ from gpupipe.telemetry import log
 from gpupipe.train import statistics, switches
 from gpupipe.train.fused import is_fused
 from gpupipe.train.parallel.plans import HEADS, Plan
+from gpupipe.train.switches import SPLIT as STATE
 from gpupipe.train.switches import STATE as FUSED
 from gpupipe.train.verify import BOUNDS, _narrowest, _quiet, _watched, relative_error, shown, signature
 
-STATE = "_gpupipe_split"
-"""The attribute of a split module that holds what belongs to its split form."""
 _classes: dict[tuple[type, type], type[nn.Module]] = {}
 
 
@@ -119,7 +118,9 @@ class SplitAttention(Split):
         for name, how in state.plan.hows.items():
             layer: Any = self.get_submodule(name)
             piece = cut(f"{state.name}.{name}.weight", layer.weight)
-            taken |= {id(layer.weight), id(layer.bias)}
+            taken |= {id(layer.weight), id(getattr(layer, "bias", None))}
+            if how == "norm":  # our ops see that it is split
+                continue
             values.append((layer, "weight", piece.local))
             if how == "columns":
                 behind.append(layer.bias)

@@ -5,7 +5,8 @@ A module over :mod:`gpupipe.ops` says it itself, as ``split_plan``: names within
 - ``"rows"``: the layer's result is split; ``"rows*3"`` for queries, keys and values in one layer, ``"rows*2"`` for a gated
   activation's two halves;
 - ``"columns"``: the layer takes what is split, and its result is whole;
-- ``"heads"``: a parameter that all ranks have, used on each rank's heads.
+- ``"heads"``: a parameter that all ranks have, used on each rank's heads: a norm's over each head;
+- ``"norm"``: the weight of an RMS norm over all heads, of which each rank has those of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from gpupipe.train.parts.probe import plain
 from gpupipe.train.parts.processed import FusedProcessed
 from gpupipe.train.parts.self_attention import FusedSelfAttention
 
-HOWS = ("rows", "rows*2", "rows*3", "columns", "heads")
+HOWS = ("rows", "rows*2", "rows*3", "columns", "heads", "norm")
 HEADS = ("heads", "num_heads", "num_attention_heads")
 """What modules call how many they have."""
 _KINDS: tuple[type[Fused], ...] = (FusedProcessed, FusedSelfAttention, FusedMLP)
@@ -61,7 +62,7 @@ def plan_of(module: nn.Module) -> Plan | None:
                 raise ConfigError(
                     f"split_plan of {type(module).__name__} says {how!r} of {name}", fix=f"one of {', '.join(HOWS)}"
                 )
-        attends = any(how in ("rows*3", "heads") for how in own.values())
+        attends = any(how in ("rows*3", "heads", "norm") for how in own.values())
         heads = next((getattr(module, name) for name in HEADS if isinstance(getattr(module, name, None), int)), None)
         return Plan(dict(own), heads if attends else None)
     for kind in _KINDS:
@@ -106,19 +107,27 @@ def _found(module: nn.Module, kind: type[Fused], settings: dict[str, Any]) -> Pl
         plan = _processed(module, settings)
     else:
         layers = dict.fromkeys(settings["inside"], "rows*3" if len(settings["inside"]) == 1 else "rows")
-        plan = Plan({**layers, **dict.fromkeys(settings["behind"], "columns")}, settings["heads"], kind, settings)
-        if settings["norm"].endswith("full"):
-            raise Left("its norms of queries and keys go over all heads, which no rank has")
-    odd = [name for name in plan.hows if not plain(module.get_submodule(name))]
+        norms = _norms(module, settings["norm"], "q_norm", "k_norm")
+        hows = {**layers, **dict.fromkeys(settings["behind"], "columns"), **norms}
+        plan = Plan(hows, settings["heads"], kind, settings)
+    odd = [name for name, how in plan.hows.items() if how != "norm" and not plain(module.get_submodule(name))]
     if odd:
         raise Left(f"its layer {odd[0]} is no plain Linear")
     return plan
 
 
+def _norms(module: Any, norm: str, *names: str) -> dict[str, str]:
+    """Norms over all heads, which are split with them."""
+    if not norm.endswith("full"):
+        return {}
+    if norm != "rms full" or any(getattr(module, name).weight is None for name in names):
+        raise Left("its norms of queries and keys go over all heads, and are no RMS norms with weights")
+    return dict.fromkeys(names, "norm")
+
+
 def _processed(module: Any, settings: dict[str, Any]) -> Plan:
-    if any(settings[name].endswith("full") for name in ("norm", "text norm")):
-        raise Left("its norms of queries and keys go over all heads, which no rank has")
-    hows = {}
+    hows = _norms(module, settings["norm"], "norm_q", "norm_k")
+    hows |= _norms(module, settings["text norm"], "norm_added_q", "norm_added_k")
     for name in ("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"):
         if getattr(module, name, None) is not None:
             hows[name] = "rows"

@@ -121,7 +121,7 @@ def _fits(name: str, module: nn.Module, plan: Plan, ranks: int) -> None:
         if how == "heads":
             continue
         weight: Any = getattr(found, "weight", found)
-        dim, parts = (1, 1) if how == "columns" else (0, int(how.removeprefix("rows").removeprefix("*") or 1))
+        dim, parts = (1, 1) if how == "columns" else (0, _layers(how))
         if weight.shape[dim] % (ranks * parts):
             raise ConfigError(
                 f"{name}.{inner} has {weight.shape[dim]} {'columns' if dim else 'rows'} for {ranks} ranks",
@@ -136,16 +136,24 @@ def _at(module: nn.Module, path: str) -> Any:
     return found
 
 
+def _layers(how: str) -> int:
+    """How many layers lie one after the other in the rows."""
+    return int(how.partition("*")[2] or 1)
+
+
 def _split(name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
     for inner, how in plan.hows.items():
         found = _at(module, inner)
         if how == "heads":
             holder, _, last = inner.rpartition(".")
             module.get_submodule(holder)._parameters[last] = kept_within(found, mesh)
+        elif how == "norm":
+            holder, _, last = (inner if isinstance(found, nn.Parameter) else f"{inner}.weight").rpartition(".")
+            module.get_submodule(holder)._parameters[last] = split_rows(getattr(found, "weight", found), mesh)
         elif how == "columns":
             found._parameters["weight"] = split_columns(found.weight, mesh)
         else:
-            parts = int(how.removeprefix("rows").removeprefix("*") or 1)
+            parts = _layers(how)
             found._parameters["weight"] = split_rows(found.weight, mesh, parts=parts)
             if found.bias is not None and parts == 1:  # packed biases stay whole: fully_shard could not put them together again
                 found._parameters["bias"] = split_rows(found.bias, mesh)

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from gpupipe.errors import ConfigError
+from gpupipe.train.shards import like
 
 
 def param_groups(parameters: Iterable[torch.Tensor], **settings: Any) -> list[dict[str, Any]]:
@@ -39,7 +40,7 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
         RuntimeError: of ``load_state_dict``, for other names or shapes.
     """
     own = model.state_dict()
-    model.load_state_dict({name: _like(value, own.get(name)) for name, value in state.items()})
+    model.load_state_dict({name: like(value, own.get(name)) for name, value in state.items()})
 
 
 def optimizer_state(
@@ -93,15 +94,5 @@ def _taken(kept: Any, value: torch.Tensor, on_device: bool) -> Any:
         return kept
     if kept.dim() == 0 and value.dim() > 0:
         return kept.to(value.device if on_device else kept.device, copy=True)
-    own = _like(kept, value)
+    own = like(kept, value)
     return own.clone() if own is not kept else kept.to(value.device, copy=True)  # its shard may be a view
-
-
-def _like(value: Any, own: Any) -> Any:
-    """A whole tensor as this rank has its own."""
-    if not isinstance(own, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != own.shape:
-        return value  # load_state_dict names it
-    local = value.detach().to(own.device)
-    return distribute_tensor(local, own.device_mesh, own.placements, src_data_rank=None)

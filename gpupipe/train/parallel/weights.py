@@ -65,9 +65,8 @@ def fsdp_placement(value: nn.Parameter) -> Shard | None:
 
 
 def data_ranks(mesh: DeviceMesh) -> dict[str, int]:
-    """What a loader needs to know of the ranks that get other batches; those that share a model, or a clip, get the same::
-
-    VideoLoader(videos, …, **data_ranks(mesh["dp"]))
+    """What a loader needs to know of the ranks that get other batches; those that share a model, or a clip, get the same:
+    ``VideoLoader(videos, **data_ranks(mesh["dp"]))``.
     """
     return {"rank": line(mesh).get_local_rank(), "world_size": mesh.size()}
 
