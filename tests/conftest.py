@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Generator, Iterator
@@ -119,6 +120,15 @@ def no_thread_left() -> Iterator[None]:
         for thread in left:
             thread.join(0.1)
     assert not left, f"threads left behind: {sorted(thread.name for thread in left)}"
+
+
+@pytest.fixture(autouse=True)
+def torch_threads_as_before() -> Iterator[None]:
+    """What a test or a command in it sets is not for the tests after it: several workers' threads would wait in busy loops."""
+    before = sys.modules["torch"].get_num_threads() if "torch" in sys.modules else None
+    yield
+    if before is not None and sys.modules["torch"].get_num_threads() != before:
+        sys.modules["torch"].set_num_threads(before)
 
 
 @pytest.fixture(scope="session")
