@@ -323,7 +323,7 @@ def guarded(part: str, metric: str, better: Any, work: Callable[[], list[Row]]) 
 def show(rows: list[Row]) -> list[Row]:
     """Prints rows, and hands them back."""
     for row in rows:
-        shown = f"{row.value:10.2f}  ({row.low:.2f} to {row.high:.2f})" if row.value is not None else f"failed: {row.error}"
+        shown = f"{row.value:10.4g}  ({row.low:.4g} to {row.high:.4g})" if row.value is not None else f"failed: {row.error}"
         print(f"{row.case:30} {row.subject:14} {row.metric:24} {shown}", file=sys.stderr, flush=True)
     return rows
 
@@ -357,7 +357,7 @@ PARTS = ("loader", "train", "split", "overlap", "resume", "killed")
 def sizes_of(options: argparse.Namespace) -> Sizes:
     """By device: what fills it, and on the CPU what ends."""
     if options.quick:
-        tiny = {"frames": 4, "size": 16, "hidden": 32, "depth": 1, "heads": 2, "stride": 1}
+        tiny = {"frames": 4, "size": 16, "hidden": 32, "depth": 1, "heads": 4, "stride": 1}
         case = replace(case_of("h264-tiny-s1"), frames=4, size=32, batch=2, clips=8)
         return Sizes(case, tiny, batch=2, steps=2, runs=1, resume=2, save_every=4, buckets_mb=(0.01, 1), sources=2, seconds=2.0)
     if options.device == "cpu":

@@ -50,7 +50,7 @@ class VideoDiTConfig:
 class SelfAttention(nn.Module):
     """Attention along one axis of the token grid, from packed queries, keys and values to the projection behind it."""
 
-    attend = staticmethod(ops.attention)
+    attend = staticmethod(ops.attention)  # over several ranks, another one (gpupipe.train.parallel)
     split_plan: ClassVar = {"qkv": "rows*3", "out": "columns", "q_norm": "heads", "k_norm": "heads"}
 
     def __init__(self, config: VideoDiTConfig, axis: Axis) -> None:
