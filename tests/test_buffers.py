@@ -12,6 +12,7 @@ import torch
 from gpupipe import VideoLoader
 from gpupipe.data import tasks
 from gpupipe.device.buffers import BufferPool
+from gpupipe.errors import ConfigError
 from gpupipe.train import PipelineExecutor
 
 
@@ -56,7 +57,19 @@ def _capsule(tensor: torch.Tensor) -> Any:
     return torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("hold", [_view, _array, _graph, _capsule])
+def _storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()
+
+
+def _typed_storage(tensor: torch.Tensor) -> Any:
+    return torch.TypedStorage(wrap_storage=tensor.untyped_storage(), dtype=tensor.dtype, _internal=True)
+
+
+def _piece_of_storage(tensor: torch.Tensor) -> Any:
+    return tensor.untyped_storage()[4:8]
+
+
+@pytest.mark.parametrize("hold", [_view, _array, _graph, _capsule, _storage, _typed_storage, _piece_of_storage])
 def test_what_is_held_in_any_way_is_not_written_over(hold: Any) -> None:
     buffers = BufferPool("cpu")
     tensor = buffers.take((8,)).fill_(1.0)
@@ -78,6 +91,46 @@ def test_what_another_process_may_read_is_not_kept() -> None:
     del tensor
     assert buffers.take((8,)).data_ptr() != place
     assert buffers.held_bytes == 0
+
+
+def test_a_storage_that_was_looked_at_and_dropped_does_not_keep_memory_from_use() -> None:
+    buffers = BufferPool("cpu")
+    tensor = buffers.take((8,))
+    place = tensor.untyped_storage().data_ptr()
+    tensor.untyped_storage().note = "kept by torch with the memory"  # type: ignore[attr-defined]
+    buffers.give_back(tensor)
+    del tensor
+    assert buffers.take((8,)).data_ptr() == place
+
+
+def test_memory_that_was_freed_by_hand_is_not_written_to() -> None:
+    """As FSDP frees parameters. A tensor of the old shape over an empty storage ended the process when it was filled."""
+    buffers = BufferPool("cpu")
+    tensor = buffers.take((8,))
+    buffers.give_back(tensor)
+    tensor.untyped_storage().resize_(0)
+    del tensor
+    assert buffers.take((8,)).untyped_storage().nbytes() == 32
+    assert buffers.held_bytes == 0
+
+
+def test_memory_that_is_given_back_twice_is_used_by_one_at_a_time() -> None:
+    """And not kept for ever, as of two tensors over it each would be the other's user."""
+    buffers = BufferPool("cpu", idle_bytes=0)
+    tensor = buffers.take((8,))
+    buffers.give_back(tensor, tensor[2:])
+    buffers.give_back(tensor)
+    place = tensor.data_ptr()
+    assert buffers.held_bytes == 32
+    del tensor
+    again = buffers.take((8,))
+    assert (again.data_ptr(), buffers.held_bytes) == (place, 0)
+    assert buffers.take((8,)).data_ptr() != place
+
+
+def test_a_tensor_of_another_device_is_refused() -> None:
+    with pytest.raises(ConfigError, match="on meta was given back to a pool on cpu"):
+        BufferPool("cpu").give_back(torch.empty(8, device="meta"))
 
 
 def test_idle_memory_stays_within_its_bound() -> None:

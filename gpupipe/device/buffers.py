@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpupipe.device.stream import hand_over
+from gpupipe.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -28,10 +31,10 @@ class BufferPool:
             train_step(batch.video, noise)
             buffers.give_back(noise)
 
-    A tensor that is given back is used again when nothing else refers to its memory, no view and no graph either: what is
-    still held is never written over. It may be given back while others hold it. On a GPU its next user's stream waits, on the
-    device, until the stream that was current at ``give_back`` has passed that point. One that is dropped instead is freed as
-    any tensor is.
+    A tensor that is given back is used again when nothing else refers to its memory, no view, no graph and no storage either:
+    what is still held is never written over. It may be given back while others hold it. On a GPU its next user's stream waits,
+    on the device, until the stream that was current at ``give_back`` has passed that point. One that is dropped instead is
+    freed as any tensor is.
 
     What it saves: on the CPU the system's clearing of fresh pages, which takes several times as long as to fill memory that is
     there. On a GPU torch's allocator knows no shapes: where these alternate, it cuts blocks up and finds none that fits later
@@ -87,17 +90,30 @@ class BufferPool:
     def give_back(self, *tensors: torch.Tensor) -> None:
         """Lets tensors of this pool be used again, once nothing else refers to them and the current stream has passed.
 
-        A tensor that shares its memory with another process is not kept.
+        A tensor that shares its memory with another process is not kept. Of several that lie in the same memory, given back
+        twice or as views, the last is.
+
+        Raises:
+            ConfigError: for a tensor of another device.
         """
         import torch
 
+        for tensor in tensors:
+            if tensor.device.type != self.device.type or self.device.index not in (None, tensor.device.index):
+                raise ConfigError(
+                    f"a tensor on {tensor.device} was given back to a pool on {self.device}", fix="keep a pool for each device"
+                )
         passed = None
         if self.device.type == "cuda":
             stream = torch.cuda.current_stream(self.device)
             hand_over(tensors, [], stream)  # for the day on which the pool drops them
             passed = stream.record_event()
         with self._lock:
-            self._kept += [_Kept(tensor.detach(), passed) for tensor in tensors]
+            for tensor in tensors:
+                place = tensor.untyped_storage()._cdata
+                # two of them would each take the other for a user, for ever
+                self._kept = [each for each in self._kept if each.tensor.untyped_storage()._cdata != place]
+                self._kept.append(_Kept(tensor.detach(), passed))
             self._trim()
 
     def clear(self) -> None:
@@ -115,9 +131,12 @@ class BufferPool:
         found = None
         for number in range(len(self._kept) - 1, -1, -1):  # the newest is the likeliest to be in the processor's cache
             tensor = self._kept[number].tensor
-            if tensor.untyped_storage().is_shared() and not tensor.is_cuda:
-                del self._kept[number]  # another process may read it, and nothing here tells when it is done
+            storage = tensor.untyped_storage()
+            # another process may read it, and nothing here tells when it is done; or it was freed by hand, as FSDP does
+            if (storage.is_shared() and not tensor.is_cuda) or storage.nbytes() < _needed_bytes(tensor):
+                del self._kept[number]
                 continue
+            del storage  # not to count as a user
             alike = tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous(memory_format=memory_format)
             if alike and _is_alone(tensor):
                 found = self._kept.pop(number)
@@ -137,9 +156,30 @@ class BufferPool:
             self._kept = [other for other in self._kept if other is not each]
 
 
+def _needed_bytes(tensor: torch.Tensor) -> int:
+    """Where a dense tensor ends in its storage."""
+    return int(tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+
+
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Whether this tensor is all that refers to its memory."""
+    return _users(tensor) == _users_of_one()
+
+
+def _users(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many tensors, views and other owners there are of its memory, and how many that hold its storage's Python object.
+
+    All of the latter are one owner together, the one that it takes to look.
+    """
     import torch
 
     storage = tensor.untyped_storage()
-    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)  # of the tensor and of ``storage``
+    return int(torch._C._storage_Use_Count(storage._cdata)), int(sys.getrefcount(storage))
+
+
+@functools.cache
+def _users_of_one() -> tuple[int, int]:
+    """What a tensor has that is alone; versions of Python and torch count differently."""
+    import torch
+
+    return _users(torch.empty(1, device="cpu"))
