@@ -219,6 +219,50 @@ def model_of_others() -> dict[str, Any]:
     return found
 
 
+@case
+def shared() -> dict[str, Any]:
+    """Layers that share a weight, a copy of a split model, a second derivative, and arguments of the wrong kind."""
+
+    def pair(tied: str, other: str) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(Mlp(WIDTH, WIDTH), Mlp(WIDTH, WIDTH))
+        model.get_submodule(other).weight = model.get_submodule(tied).weight
+        return model
+
+    alone, split = pair("0.fc1", "1.fc1"), pair("0.fc1", "1.fc1")
+    report = tensor_parallel(split, world())
+    x = torch.randn(2, 6, WIDTH, generator=torch.Generator().manual_seed(1))
+    for model in (alone, split):
+        model(x).square().mean().backward()
+    found: dict[str, Any] = {
+        "gradients": furthest(gradients(split), gradients(alone)),
+        "counts": [report.total, sum(value.numel() for value in alone.parameters())],
+    }
+    theirs = others()
+    tensor_parallel(theirs, world(), skip=["2"])
+    copied = copy.deepcopy(theirs)
+    with torch.no_grad():
+        found["copy"] = float((copied(x) - others()(x)).abs().max())
+        copied[0].attn.qkv.weight.zero_()  # type: ignore[union-attr, operator]
+        found["own weights"] = float((theirs(x) - others()(x)).abs().max())
+    x.requires_grad_()
+    (slope,) = torch.autograd.grad(split(x).square().sum(), x, create_graph=True)
+    calls: dict[str, Callable[[], Any]] = {
+        "unlike": lambda: tensor_parallel(pair("0.fc1", "1.fc2"), world()),
+        "skipped": lambda: tensor_parallel(pair("0.fc1", "1.fc1"), world(), skip=["1"]),
+        "mesh": lambda: tensor_parallel(others(), 2),  # type: ignore[arg-type]
+        "skip": lambda: tensor_parallel(others(), world(), skip="0"),
+        "model": lambda: sequence_parallel([others()], world()),  # type: ignore[arg-type]
+        "second": lambda: slope.square().sum().backward(),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except (ConfigError, RuntimeError) as error:
+            found[name] = str(error)
+    return found
+
+
 class Attention(nn.Module):
     """Queries, keys and values by one layer, normalised over each head."""
 

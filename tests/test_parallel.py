@@ -26,7 +26,17 @@ ALIKE = 1e-5
 """Relative to the largest value of a tensor: some hundred roundings of float32, sums in another order."""
 WHOLE = 141_504
 """Parameters of the model of the cases."""
-TWO = ("reference_model", "tokens", "uneven_tokens", "model_of_others", "precision", "sharded", "draws", "ops_on_shards")
+TWO = (
+    "reference_model",
+    "tokens",
+    "uneven_tokens",
+    "model_of_others",
+    "precision",
+    "sharded",
+    "draws",
+    "ops_on_shards",
+    "shared",
+)
 FOUR = ("reference_model", "tokens", "both", "tokens_and_batches", "draws")
 
 Found = dict[str, dict[str, Any]]
@@ -120,6 +130,32 @@ def test_models_of_others_are_split_as_they_are_fused(two: Found) -> None:
     assert case["ways"] == [True, True], "neither attention runs whole on each rank by itself"
     assert "split (4)" in case["report"]
     assert "0.attn has 3 heads for 2 ranks" in case["error"]
+
+
+@pytest.mark.timeout(250)
+def test_layers_that_share_a_weight_share_it_split(two: Found) -> None:
+    """Each got a half of the gradient, and they went apart."""
+    case = two["shared"]
+    assert case["gradients"] < ALIKE
+    assert case["counts"][0] == case["counts"][1]
+    assert "0.fc1.weight and 1.fc2.weight are one parameter" in case["unlike"]
+    assert "0.fc1.weight and 1.fc1.weight are one parameter" in case["skipped"]
+
+
+@pytest.mark.timeout(250)
+def test_a_split_model_can_be_copied(two: Found) -> None:
+    assert two["shared"]["copy"] < ALIKE
+    assert two["shared"]["own weights"] < ALIKE
+
+
+@pytest.mark.timeout(250)
+def test_second_derivatives_and_other_kinds_of_arguments_are_refused(two: Found) -> None:
+    """A sum between ranks that no graph knows of made second derivatives wrong, and said nothing."""
+    case = two["shared"]
+    assert "twice" in case["second"]
+    assert [case[name].splitlines()[0] for name in ("mesh", "skip", "model")] == [
+        "[TT_ERR_CONFIG] mesh is 2", "[TT_ERR_CONFIG] skip is '0'", "[TT_ERR_CONFIG] model is a list",
+    ]  # fmt: skip
 
 
 @pytest.mark.timeout(250)

@@ -1,7 +1,8 @@
 """What goes from rank to rank where a model is split, with its gradient: one collective at each boundary.
 
 Copies into a split part become sums of gradients on the way back, sums behind it become copies; an exchange of one split for
-another is one the other way round. On NCCL and gloo alike; on the current stream.
+another is one the other way round. On NCCL and gloo alike; on the current stream. A second derivative is refused, as by all
+ops: what a backward sends, no graph knows of.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 
 def copied(x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -64,6 +66,7 @@ class _Copied(torch.autograd.Function):
         return tuple(value.view_as(value) for value in values)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         if len(grads) == 1:
             return None, _sum(grads[0], ctx.group)
@@ -79,6 +82,7 @@ class _Summed(torch.autograd.Function):
         return _sum(x, group)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad, None
 
@@ -93,6 +97,7 @@ class _Gathered(torch.autograd.Function):
         return torch.cat(whole, -1)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return grad.chunk(dist.get_world_size(ctx.group), -1)[dist.get_rank(ctx.group)], None
 
@@ -107,6 +112,7 @@ class _AllGathered(torch.autograd.Function):
         return torch.cat(whole, dim)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _sum(grad, ctx.group).chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)], None, None
 
@@ -120,6 +126,7 @@ class _Picked(torch.autograd.Function):
         return own.flatten(0, 1)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         own = grad.contiguous()
         whole = [torch.empty_like(own) for _ in range(dist.get_world_size(ctx.group))]
@@ -134,6 +141,7 @@ class _Exchanged(torch.autograd.Function):
         return _exchange(x, group, split, gather)
 
     @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         return _exchange(grad, ctx.group, ctx.gather, ctx.split), None, None, None
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from gpupipe.ops.sharded.collectives import all_copied, copied, gathered, picked
 from gpupipe.telemetry import log
 from gpupipe.train import statistics, switches
 from gpupipe.train.fused import is_fused
+from gpupipe.train.made import MADE
 from gpupipe.train.parallel.plans import HEADS, Plan
 from gpupipe.train.switches import SPLIT as STATE
 from gpupipe.train.switches import STATE as FUSED
@@ -47,6 +48,9 @@ class State:
     group: Any
     ranks: int
     decided: dict[Hashable, bool] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return replace(self, decided=dict(self.decided))  # copies of a model are split between the same ranks
 
 
 class Split(nn.Module):
@@ -178,13 +182,17 @@ class SplitMlp(Split):
 
 def install(module: nn.Module, mixin: type[Split], state: State) -> None:
     """Gives a module the split way."""
-    written: Any = type(module)
+    module.__class__ = _split_class(mixin, type(module))
+    module.__dict__[STATE] = state
+
+
+def _split_class(mixin: type[Split], written: Any) -> type[nn.Module]:
     made = _classes.get((mixin, written))
     if made is None:
-        made = type(written)(written.__name__, (mixin, written), {"__module__": written.__module__, "__doc__": written.__doc__})
+        names = {"__module__": written.__module__, "__doc__": written.__doc__, MADE: (_split_class, (mixin, written))}
+        made = type(written)(written.__name__, (mixin, written), names)
         _classes[mixin, written] = made
-    module.__class__ = made
-    module.__dict__[STATE] = state
+    return made
 
 
 def is_split(module: nn.Module) -> bool:

@@ -22,6 +22,7 @@ from gpupipe.ops.rope import Rope
 from gpupipe.ops.rotary import Norm
 from gpupipe.ops.settings import Precision
 from gpupipe.ops.sharded.collectives import all_gathered, exchanged
+from gpupipe.train import arguments
 from gpupipe.train.parallel.plans import attends
 from gpupipe.train.parallel.weights import line
 
@@ -52,6 +53,7 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh, *, along: Along = "tim
     Raises:
         ConfigError: for a model with attention that would see a rank's tokens alone, or none.
     """
+    arguments.a_model(model)
     made, found = SequenceParallel(mesh, along=along), []
     for name, module in model.named_modules():
         if hasattr(module, _ATTEND):

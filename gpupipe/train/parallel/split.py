@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpupipe.errors import ConfigError
 from gpupipe.ops.sharded import is_sharded
-from gpupipe.train import fused
+from gpupipe.train import arguments, fused
 from gpupipe.train.fused import Left, is_fused
 from gpupipe.train.parallel.modules import SplitAttention, SplitMlp, State, install, is_split
 from gpupipe.train.parallel.plans import Plan, plan_of
@@ -66,8 +66,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, skip: Collection[str]
 
     Raises:
         ConfigError: for heads or sizes that the ranks do not divide, a model that is split already, names in ``skip`` that no
-            module has, or a model in which nothing can be split. The model is then as it was.
+            module has, a parameter that several modules share and that would not be split alike in all, or a model in which
+            nothing can be split. The model is then as it was.
     """
+    arguments.a_model(model)
+    skip = arguments.names(skip, "skip")
     ranks = line(mesh).size()
     names = [name for name, _ in model.named_modules()]
     for pattern in skip:
@@ -96,11 +99,14 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, skip: Collection[str]
             f"nothing in this {type(model).__name__} can be split: {why}",
             fix="give its classes a split_plan, or use gpupipe.train.Mlp and GridAttention",
         )
+    if ranks > 1:
+        _alike(model, plans)
+    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for name, plan in plans.items() if ranks > 1 else ():
         module = model.get_submodule(name)
         said = ", ".join(f"{layer} by {how}" for layer, how in plan.hows.items())
         report.split.append(Entry(name, type(module).__name__, said))
-        _split(name, module, plan, mesh)
+        _split(name, module, plan, mesh, made)
     for value in model.parameters():
         report.total += value.numel()
         report.local += local(value).numel()
@@ -141,22 +147,53 @@ def _layers(how: str) -> int:
     return int(how.partition("*")[2] or 1)
 
 
-def _split(name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+def _targets(module: nn.Module, plan: Plan) -> Iterator[tuple[nn.Module, str, str]]:
+    """Whose parameters are split, by which name, and how."""
     for inner, how in plan.hows.items():
         found = _at(module, inner)
-        if how == "heads":
+        if isinstance(found, nn.Parameter):
             holder, _, last = inner.rpartition(".")
-            module.get_submodule(holder)._parameters[last] = kept_within(found, mesh)
-        elif how == "norm":
-            holder, _, last = (inner if isinstance(found, nn.Parameter) else f"{inner}.weight").rpartition(".")
-            module.get_submodule(holder)._parameters[last] = split_rows(getattr(found, "weight", found), mesh)
-        elif how == "columns":
-            found._parameters["weight"] = split_columns(found.weight, mesh)
-        else:
-            parts = _layers(how)
-            found._parameters["weight"] = split_rows(found.weight, mesh, parts=parts)
-            if found.bias is not None and parts == 1:  # packed biases stay whole: fully_shard could not put them together again
-                found._parameters["bias"] = split_rows(found.bias, mesh)
+            yield module.get_submodule(holder), last, how
+            continue
+        yield found, "weight", how
+        # packed biases stay whole: fully_shard could not put them together again
+        if how == "rows" and found.bias is not None:
+            yield found, "bias", how
+
+
+def _alike(model: nn.Module, plans: dict[str, Plan]) -> None:
+    """Checks that a parameter of several modules is split in all of them, and in one way."""
+    users: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for last, value in module._parameters.items():
+            users.setdefault(id(value), []).append(f"{name}.{last}" if name else last)
+    hows: dict[int, list[str]] = {}
+    for name, plan in plans.items():
+        for holder, last, how in _targets(model.get_submodule(name), plan):
+            hows.setdefault(id(holder._parameters[last]), []).append(how)
+    for key, ways in hows.items():
+        if len(ways) != len(users[key]) or len(set(ways)) > 1:
+            raise ConfigError(
+                f"{' and '.join(users[key])} are one parameter, which would not be split alike in all of these",
+                fix="leave the modules whole that share it, by skip=[…], or give each its own",
+            )
+
+
+def _split(
+    name: str, module: nn.Module, plan: Plan, mesh: DeviceMesh, made: dict[int, tuple[nn.Parameter, nn.Parameter]]
+) -> None:
+    """Splits one module; ``made``: what there was, by its id, and what it became: modules may share it."""
+    for holder, last, how in list(_targets(module, plan)):
+        value: Any = holder._parameters[last]
+        if id(value) not in made:
+            if how == "heads":
+                split = kept_within(value, mesh)
+            elif how == "columns":
+                split = split_columns(value, mesh)
+            else:
+                split = split_rows(value, mesh, parts=_layers(how))
+            made[id(value)] = value, split
+        holder._parameters[last] = made[id(value)][1]
     if plan.kind is None:
         return
     if not is_fused(module):

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from gpupipe.errors import ConfigError
+from gpupipe.train import arguments
 
 
 def split_rows(value: torch.Tensor, mesh: DeviceMesh, *, parts: int = 1) -> nn.Parameter:
@@ -75,8 +76,9 @@ def line(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of one dimension.
 
     Raises:
-        ConfigError: for one of several.
+        ConfigError: for one of several, and what is no mesh.
     """
+    arguments.of(DeviceMesh, mesh, "mesh", "make it by torch.distributed.device_mesh.init_device_mesh")
     if mesh.ndim != 1:
         named = f", such as mesh[{mesh.mesh_dim_names[-1]!r}]" if mesh.mesh_dim_names else ""
         raise ConfigError(f"a mesh of {mesh.ndim} dimensions", fix=f"give the one whose ranks share a layer{named}")
