@@ -30,6 +30,32 @@ together = run(dist.get_rank())
 report(alone=alone, together=together)
 """
 
+OTHER_WAYS = """
+from torch import nn
+from gpupipe.train import Precision
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.empty, self.never = nn.Linear(4, 4), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(3))
+
+    def forward(self, x, dropped):
+        made = self.first(x)
+        return self.empty * made if dropped else made
+
+start()
+torch.manual_seed(0)
+model, precision = Model(), Precision({"master_weights": True})
+optimizer = torch.optim.AdamW(precision.prepare(model), lr=0.1, weight_decay=0.1)
+found = []
+for dropped in (dist.get_rank() == 1, False):
+    with precision.autocast():
+        precision.backward(model(torch.ones(2, 4), dropped).float().square().mean())
+    precision.step(optimizer)
+    found.append({name: value.tolist() for name, value in precision.masters.items()})
+report(found=found)
+"""
+
 ONE_RANK = """
 import train_video_dit
 from pathlib import Path
@@ -85,6 +111,16 @@ def test_gradients_of_float32_copies_are_averaged() -> None:
     alone, together = first["alone"], first["together"]
     assert together[0] == pytest.approx(alone[0], rel=1e-6)
     assert together[1] == pytest.approx(alone[1], rel=1e-6)
+
+
+def test_ranks_may_take_other_ways_through_a_model() -> None:
+    """A branch for dropped text, say: the rank without it sent less than the other waited for, which ended both."""
+    first, second = ranks(OTHER_WAYS)
+    assert first == second
+    one, two = first["found"]
+    assert one["empty"] != [1.0] * 4, "one rank's gradient counts"
+    assert two["empty"] == one["empty"], "where no rank has one, the optimizer leaves it alone: no decay, no momentum"
+    assert two["never"] == [1.0] * 3
 
 
 def test_what_is_not_finite_on_one_rank_is_done_again_by_all(tmp_path: Path) -> None:

@@ -248,7 +248,8 @@ class Precision:
             )
         self._stepped = True
         if self.config.master_weights:
-            average([value.grad for value in values], self.group)
+            average([value for own in of_each for value in own], self.group)
+            values = [value for own in of_each for value in own if value.grad is not None]
         stepping = [each for each, own in zip(optimizers, of_each, strict=True) if any(one.grad is not None for one in own)]
         self.used_scale = self.scale
         if self._scaler is not None:

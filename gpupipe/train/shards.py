@@ -62,24 +62,36 @@ def clip(grads: Sequence[torch.Tensor], most: float, norm: torch.Tensor) -> None
 
 
 @torch.no_grad()
-def average(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Means over the ranks of a group, all by default, in buckets.
+def average(values: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Gradients become their means over the ranks of a group, all by default, in buckets.
+
+    One that a rank does not have counts as zero there, and where no rank has it there is none: ranks may take other ways
+    through a model. The host waits only on a rank that lacks some, to know whether others have them.
+
+    Args:
+        values: the same on all ranks, in the same order, whether they have gradients or not.
 
     Raises:
         ConfigError: for tensors that are split among all ranks where no group is given.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1):
         return
-    split = [grad for grad in grads if is_sharded(grad)]
+    split = [value for value in values if is_sharded(value)]
     if split and group is None:
-        sizes = {grad.device_mesh.size() for grad in split}  # type: ignore[attr-defined]
+        sizes = {value.device_mesh.size() for value in split}  # type: ignore[attr-defined]
         if sizes == {dist.get_world_size()}:
             return  # all ranks share one model: they have the same gradients
         raise ConfigError(
             "parameters are split between some of the ranks, and it is not said which ranks have other batches",
             fix='give Precision(…, group=mesh["dp"].get_group())',
         )
-    shards = locals_of(grads)
+    missing = [number for number, value in enumerate(values) if value.grad is None]
+    there = torch.ones(len(values), device=values[0].device)
+    if missing:
+        there[torch.tensor(missing, device=there.device)] = 0.0
+        for number in missing:
+            values[number].grad = torch.zeros_like(values[number])
+    shards = [*locals_of(value.grad for value in values if value.grad is not None), there]
     bucket: list[torch.Tensor] = []
     for number, grad in enumerate(shards):
         bucket.append(grad)
@@ -90,6 +102,11 @@ def average(grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> N
             parts = torch.split(flat, [each.numel() for each in bucket])
             torch._foreach_copy_(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
             bucket = []
+    if missing:
+        anywhere = there.tolist()
+        for number in missing:
+            if not anywhere[number]:
+                values[number].grad = None
 
 
 class Scaler(torch.amp.GradScaler):
