@@ -243,6 +243,18 @@ def test_a_damaged_cache_file_is_made_again(
     assert not load_anew(video, monkeypatch)[1], "and stored whole"
 
 
+def test_a_cache_folder_that_is_deleted_meanwhile_ends_nothing(tmp_path: Path) -> None:
+    """Files are counted now and then, for the bound: a folder that goes just then ended the index that was being stored."""
+    for name in "abc":
+        (tmp_path / "cache" / name).mkdir(parents=True)
+        (tmp_path / "cache" / name / "one.gpx").write_bytes(b"1")
+    found = disk._files(tmp_path / "cache")
+    next(found)
+    shutil.rmtree(tmp_path / "cache")
+    assert not list(found)
+    assert disk.tidied(tmp_path / "cache", 0) == 0
+
+
 def test_a_cache_that_cannot_be_written_is_no_error(video: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("GPUPIPE_CACHE", str(tmp_path / "file" / "below"))  # fails for root as well

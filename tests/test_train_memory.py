@@ -185,6 +185,10 @@ def test_an_empty_cache_is_not_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
     assert report_of(CUDA, {}, [segment(block(5, used=True))], {}).fragmentation == 0.0
 
 
+def test_a_device_may_be_torch_s_own() -> None:
+    assert reserve_memory(0.5, torch.device("cpu")).device.type == "cpu"
+
+
 def test_kinds_on_the_cpu() -> None:
     """Each piece of memory counts once, and the rest is known as such."""
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.BatchNorm1d(64, affine=False))
@@ -206,6 +210,12 @@ def test_kinds_on_the_cpu() -> None:
     assert found.allocated - before.allocated == 4000
     assert found.peak_used is not None
     assert found.peak_used >= found.used > found.allocated
+    assert memory_report(torch.device("cpu"), batch={"video": batch}, mask=batch[:1]).kinds["batch"] == 4000, (
+        "a mapping's values"
+    )
+    for options in ({"batch": 5}, {"model": "small"}, {"optimizer": model}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))} is "):
+            memory_report("cpu", **options)  # type: ignore[arg-type]
     assert found.fragmentation is None
     assert {"memory/kind/batch", "memory/peak_used"} <= set(found.as_dict())
     assert "GB" in str(found)

@@ -107,6 +107,40 @@ def test_optimizers_over_something_else_are_refused() -> None:
     assert not torch.equal(values(model), before)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_tensor_of_two_optimizers_is_refused(dtype: str) -> None:
+    """Its gradient was divided by the loss scale twice, and counted twice in the norm."""
+    precision, model = Precision({"dtype": dtype}), small()
+    trained = precision.prepare(model)
+    both = [torch.optim.SGD(trained, lr=1e-2), torch.optim.SGD(trained[1:2], lr=1e-2)]
+    gone_back(precision, model)
+    with pytest.raises(ConfigError, match=r"over one tensor, '0\.bias'"):
+        precision.step(both)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_step_that_an_error_ended_does_not_spoil_the_next(dtype: str) -> None:
+    precision, model = Precision({"dtype": dtype}), small()
+    alone, apart = Precision({"dtype": dtype}), small()
+    optimizer = torch.optim.SGD(precision.prepare(model), lr=1e-2)
+    other = torch.optim.SGD(alone.prepare(apart), lr=1e-2)
+    gone_back(precision, model)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(optimizer, "step", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            precision.step(optimizer)
+    optimizer.zero_grad()
+    gone_back(precision, model)
+    gone_back(alone, apart)
+    assert torch.equal(precision.step(optimizer), alone.step(other))
+    assert torch.equal(values(model), values(apart))
+
+
+def test_averages_of_nothing_are_refused() -> None:
+    with pytest.raises(ConfigError, match="this GELU has no floating parameters"):
+        Ema(nn.GELU())
+
+
 def test_assigned_weights_have_averages_that_follow() -> None:
     """The average would go on of tensors that the model no longer has."""
     model = small()

@@ -37,11 +37,13 @@ def stored(kind: str) -> dict[Path, int]:
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    for file in folder.rglob("*"):
-        with contextlib.suppress(OSError):  # gone since
-            facts = file.stat()
-            if stat.S_ISREG(facts.st_mode):
-                yield file, facts
+    for parent, _, names in os.walk(folder):  # folders that are gone by then are left out
+        for name in names:
+            file = Path(parent, name)
+            with contextlib.suppress(OSError):  # gone since
+                facts = file.stat()
+                if stat.S_ISREG(facts.st_mode):
+                    yield file, facts
 
 
 def read(file: Path) -> bytes | None:

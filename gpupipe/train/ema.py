@@ -28,7 +28,7 @@ class Ema:
             :attr:`Precision.masters` has them.
 
     Raises:
-        ConfigError: for a decay that is no share, or ``weights`` of other parameters.
+        ConfigError: for a decay that is no share, a model without parameters, or ``weights`` of other ones.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.999, *, weights: Mapping[str, torch.Tensor] | None = None) -> None:
@@ -43,6 +43,10 @@ class Ema:
         self.decay, self.steps = decay, 0
         self._given: dict[str, torch.Tensor] = {}
         self._take(model)
+        if not self._parameters:
+            raise ConfigError(
+                f"this {type(model).__name__} has no floating parameters to average", fix="give the model that is trained"
+            )
         self._given = renamed(weights or {}, self._parameters)
         self._weights |= self._given
         for name, value in self._given.items():
@@ -72,7 +76,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within the block the model has the averages for weights."""
+        """Within the block the model has the averages for weights: what changes these there changes the averages."""
         kept = {name: value.data for name, value in self._parameters.items()}
         try:
             for name, value in self._parameters.items():

@@ -72,7 +72,7 @@ class Precision:
         self._wide = self._prepared = False
         self.used_scale = self._one
         """The loss scale of the last step, float32 on the device; 1 without one."""
-        self._scaler: torch.amp.GradScaler | None = None
+        self._scaler: Scaler | None = None
         if self.dtype == torch.float16:
             self._scaler = Scaler(
                 self.device.type, init_scale=self.config.initial_scale, growth_interval=self.config.growth_interval
@@ -253,6 +253,7 @@ class Precision:
         stepping = [each for each, own in zip(optimizers, of_each, strict=True) if any(one.grad is not None for one in own)]
         self.used_scale = self.scale
         if self._scaler is not None:
+            self._scaler.forget()
             for each in stepping:
                 self._scaler.unscale_(each)
         grads = [value.grad for value in values]
@@ -280,6 +281,7 @@ class Precision:
         if not self._prepared:
             raise ConfigError("step() before prepare()", fix="make the optimizer over what precision.prepare(model) returns")
         low = {id(value): name for name, value in zip(self.masters, self._low, strict=True)}
+        taken: set[int] = set()
         for number, each in enumerate(optimizers):
             values = [value for group in each.param_groups for value in group["params"]]
             for value in values:
@@ -297,6 +299,14 @@ class Precision:
                     else f"{type(each).__name__} is over nothing of what was prepared",
                     fix="make it over what precision.prepare(model) returned; weights that are assigned later are other ones",
                 )
+            shared = [id(value) for value in values if id(value) in taken]
+            if shared:
+                name = self._trained[shared[0]][0] if shared[0] in self._trained else "one that was not prepared"
+                raise ConfigError(
+                    f"two of the optimizers are over one tensor, {name!r}",
+                    fix="give each optimizer a part of its own of what precision.prepare(model) returned",
+                )
+            taken |= {id(value) for value in values}
 
     def _why_none(self) -> str:
         return (

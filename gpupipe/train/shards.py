@@ -112,6 +112,10 @@ def average(values: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> 
 class Scaler(torch.amp.GradScaler):
     """torch's, for gradients of which some are DTensors: what is not finite on one rank is found by all that share them."""
 
+    def forget(self) -> None:
+        """What a step left behind that an error ended: the next one is not the second half of it."""
+        self._per_optimizer_states.clear()
+
     @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool

@@ -16,6 +16,7 @@ from gpupipe.device.inventory import resolve_device
 from gpupipe.device.usage import ran_out, usage
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.telemetry import log
+from gpupipe.train.arguments import a_function, a_number
 from gpupipe.train.memory.tensors import LiveBytes, python_tensors, storages
 from gpupipe.train.recomputing import Policy, recompute
 
@@ -25,6 +26,8 @@ _TRIES = 12
 _STEP_UP = 4
 """How much larger than the best size the next one is, at most: memory may grow faster than a straight line says, and that of
 the CPU has no end at which a step fails cleanly."""
+_STILL_FLAT = 64
+"""How many times the largest size given may be tried without a byte more than the first took."""
 _NEAR = 0.02
 """Share of a size by which another must be larger to be worth a try."""
 
@@ -136,11 +139,12 @@ def largest_batch(
         zero_grad: called behind each step: the optimizer's. Gradients that stay are counted as what they are.
 
     Raises:
-        ConfigError: for sizes, budgets or policies that do not go together.
+        ConfigError: for sizes, budgets or policies that do not go together, and, without ``most``, for a step whose memory does
+            not follow its size.
         DeviceMemoryError: when not even the first size fits.
     """
     place = resolve_device(str(device))
-    _check(sizes, multiple, budget, margin, most, model, policies)
+    _check(step, sizes, multiple, budget, margin, most, model, policies)
     bytes_in_all = int(budget * 1e9) if budget is not None else int((1 - margin) * usage(place).reachable)
 
     def clean(size: int) -> object:
@@ -192,6 +196,11 @@ def fitted(
         if proposed is None:
             break
         found.add(measure(step, proposed))
+        if most is None and found.best >= _STILL_FLAT * sizes[-1] and found.peaks[found.best] <= found.peaks[sizes[0]]:
+            raise ConfigError(
+                f"a step of {found.best} takes no more memory than one of {sizes[0]}",
+                fix="let step(size) run a batch of that size, in the thread that it is called in; or give most",
+            )
     if not found.best:
         return None
     fixed, each = found.line()
@@ -292,6 +301,7 @@ def _on_cpu(device: torch.device) -> Measure:
 
 
 def _check(
+    step: Any,
     sizes: Sequence[int],
     multiple: int,
     budget: float | None,
@@ -300,6 +310,7 @@ def _check(
     model: Any,
     policies: Sequence[Policy],
 ) -> None:
+    a_function(step, "step", "runs a batch of a size")
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in (*sizes, multiple))
     if len(sizes) < 2 or not whole or list(sizes) != sorted(set(sizes)) or any(size % multiple for size in sizes):
         raise ConfigError(
@@ -308,8 +319,10 @@ def _check(
         )
     if most is not None and (most < sizes[0] or most % multiple):
         raise ConfigError(f"most={most} is below sizes or no multiple of {multiple}", fix=f"give a multiple from {sizes[0]} on")
-    if budget is not None and (isinstance(budget, bool) or budget <= 0):
-        raise ConfigError(f"budget={budget!r} is no budget", fix="give GB above 0")
+    if budget is not None:
+        a_number(budget, "budget", "GB above 0")
+        if budget <= 0:
+            raise ConfigError(f"budget={budget!r} is no budget", fix="give GB above 0")
     if not 0 <= margin < 1:
         raise ConfigError(f"margin={margin!r} is no share", fix="give a number from 0 to below 1")
     if not policies or (model is None and list(policies) != ["none"]):

@@ -16,6 +16,7 @@ from gpupipe.device.inventory import resolve_device
 from gpupipe.device.usage import held_bytes, usage
 from gpupipe.errors import MemoryLeakError
 from gpupipe.telemetry import log
+from gpupipe.train.arguments import a_function
 from gpupipe.train.memory.tensors import Census, census, holder_of
 
 _SCALES = 8
@@ -128,6 +129,8 @@ class LeakWatch:
     ) -> None:
         self.config = LeakConfig.parse(config)
         self.device = resolve_device(str(device))
+        if held is not None:
+            a_function(held, "held", "returns bytes")
         self._held = held or self._own
         self._least_growth = amount_bytes(self.config.least_growth, usage(self.device).total)
         self._steps = 0

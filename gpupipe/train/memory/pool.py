@@ -122,7 +122,9 @@ class Reserved:
         )
 
 
-def reserve_memory(config: MemoryConfig | dict[str, Any] | float | str | bool | None, device: str = "auto") -> Reserved:
+def reserve_memory(
+    config: MemoryConfig | dict[str, Any] | float | str | bool | None, device: torch.device | str = "auto"
+) -> Reserved:
     """Sets memory aside for tensors on the current stream, and leaves room for what allocates outside of torch.
 
     Call it once, at the start: before the model is there, in the process that trains, with the loop's stream current. After
@@ -138,7 +140,7 @@ def reserve_memory(config: MemoryConfig | dict[str, Any] | float | str | bool | 
         DeviceMemoryError: when the memory is not free.
         DeviceError: when the device is not there.
     """
-    settings, place = reserved(config), resolve_device(device)
+    settings, place = reserved(config), resolve_device(str(device))
     if settings is None:
         return Reserved(place, 0, 0, 0, 0, "it is left to torch")
     settings = MemoryConfig.parse(settings)

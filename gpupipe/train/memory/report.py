@@ -11,6 +11,7 @@ import torch
 
 from gpupipe.device.inventory import resolve_device
 from gpupipe.device.usage import usage
+from gpupipe.train import arguments
 from gpupipe.train.memory.tensors import python_tensors, storages
 
 OTHER = "other"
@@ -107,13 +108,14 @@ def memory_report(
         device: as torch has it, or ``auto``. On the CPU the figures are this process's.
         model: counts its ``parameters``, ``buffers`` and ``gradients`` apart.
         optimizer: its ``optimizer state``.
-        kinds: tensors of further kinds, by name: ``averages=ema.averages.values()``, ``batch=batch.values()``.
+        kinds: tensors of further kinds, by name: ``averages=ema.averages.values()``, ``batch=batch``; of a mapping its values.
 
     Raises:
+        ConfigError: for what is no model, optimizer, or tensors.
         DeviceError: when the device is not there.
     """
     place = resolve_device(str(device))
-    groups = _groups(model, optimizer) | {name: list(values) for name, values in kinds.items()}
+    groups = _groups(model, optimizer) | {name: _values(name, values) for name, values in kinds.items()}
     if place.type != "cuda":
         found = usage(place)
         alive = sum(storages(python_tensors(place)).values())
@@ -155,12 +157,20 @@ def report_of(
 def _groups(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Any]]:
     groups: dict[str, list[Any]] = {}
     if model is not None:
+        arguments.a_model(model)
         parameters = list(model.parameters())
         gradients = [each.grad for each in parameters if each.grad is not None]
         groups |= {"parameters": parameters, "buffers": list(model.buffers()), "gradients": gradients}
     if optimizer is not None:
+        arguments.of(torch.optim.Optimizer, optimizer, "optimizer", "give the optimizer itself")
         groups["optimizer state"] = [value for state in optimizer.state.values() for value in state.values()]
     return groups
+
+
+def _values(name: str, values: Any) -> list[Any]:
+    if isinstance(values, torch.Tensor):
+        return [values]
+    return list(arguments.several(values.values() if isinstance(values, Mapping) else values, name, "tensors"))
 
 
 def _by_kind(groups: Mapping[str, Iterable[Any]], device: torch.device, allocated: int) -> dict[str, int]:

@@ -85,7 +85,8 @@ def census(device: torch.device) -> Census:
         kind = kind_of(tensor)
         count, size = found.tensors.get(kind, (0, 0))
         found.tensors[kind] = (count + 1, size + storage.nbytes())
-    found.objects.update(type(each).__qualname__ for each in gc.get_objects())
+    # without the kinds of an earlier census, which is kept beside this one
+    found.objects.update(type(each).__qualname__ for each in gc.get_objects() if type(each) is not Kind)
     return found
 
 
@@ -153,6 +154,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__  # before what a subclass may answer for
         and not isinstance(tensor, UninitializedParameter | UninitializedBuffer)
         and tensor.layout == torch.strided
+        and not tensor.is_nested
         and tensor.device.type != "meta"
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
