@@ -31,7 +31,11 @@ class Timed(train_video_dit.Trainer):
     folder: Path
 
     def run(self) -> None:
-        steps, times = train_video_dit.steps_of(self.loader), list[float]()
+        with self.batches:
+            self.timed()
+
+    def timed(self) -> None:
+        steps, times = train_video_dit.steps_of(self.batches), list[float]()
         figures: list[tuple[float, float]] = []
 
         def some(count: int) -> None:
