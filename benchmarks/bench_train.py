@@ -150,7 +150,7 @@ def config_of(size: list[int], depth: int, patch: tuple[int, int, int], channels
 
 def parse() -> argparse.Namespace:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("--models", nargs="+", choices=["dit", *PUBLISHED], default=["dit", *PUBLISHED])
+    command.add_argument("--models", nargs="*", choices=["dit", *PUBLISHED], default=["dit", *PUBLISHED], help="none: left out")
     command.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     sizes: dict[str, Any] = {"nargs": 5, "type": int, "metavar": ("HIDDEN", "HEADS", "T", "H", "W")}
     command.add_argument("--size", default=[3072, 24, 32, 32, 32], help="of the reference model", **sizes)
@@ -215,7 +215,7 @@ def main() -> None:
         subjects = [each for each in options.subjects if name == "dit" or each in PUBLISHED_SUBJECTS]
         step_rows(models[name], options.batch, subjects, device, options.runs, told, begin)
     train_feed.rows(options, told, begin)
-    if options.loss_steps:
+    if options.loss_steps and options.models:
         videos = real_clips(narrow["dit"], options.loss_clips)
         for name in options.models:
             subjects = [each for each in options.subjects if name == "dit" or each in PUBLISHED_SUBJECTS]
