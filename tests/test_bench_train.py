@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import bench_train
 import pytest
 import torch
 import train_curves
+import train_feed
 import train_loop
 import train_models
 import train_parts
+from loader_cases import Draw
 from train_models import Reference
 from train_parts import SUBJECTS, Part, Training
 from video_dit import VideoDiT, VideoDiTConfig
@@ -157,3 +161,23 @@ def test_the_model_compiles_once_and_whole(fused: bool, monkeypatch: pytest.Monk
         losses = [float(training(torch.randn(1, 4, 4, 8, 8))) for _ in range(3)]
     assert len(set(losses)) == 3
     torch._dynamo.reset()
+
+
+def test_a_fed_step_is_on_the_clips_that_were_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the executor as by a DataLoader, in latents as in pixels: else the subjects would not do equal work."""
+    pytest.importorskip("diffusers")
+    options = argparse.Namespace(media=tmp_path, warmup=0.0, windows=1, seconds=0.0)
+    for feed in ("pixels-tiny", "latents-tiny"):
+        for subject in ("pipeline", "gpupipe"):
+            found = train_feed.measured(train_feed.FEEDS[feed], subject, tmp_path / f"{feed}-{subject}", CPU, options)
+            values = {row.metric: row.value for row in found}
+            assert set(values) == {"step_ms", "samples_per_s", "wait_ms_p99", "unhidden_percent"}
+            assert 0 <= (values["unhidden_percent"] or 0) <= 100
+
+    class Late(train_feed.Executed):
+        def __init__(self, case: Any, draws: Any, device: Any, encode: Any) -> None:
+            super().__init__(case, [Draw(one.path, one.start + 3) for one in draws], device, encode)
+
+    monkeypatch.setattr(train_feed, "Executed", Late)
+    with pytest.raises(RuntimeError, match="wrong output"):
+        train_feed.measured(train_feed.FEEDS["pixels-tiny"], "pipeline", tmp_path / "late", CPU, options)

@@ -216,6 +216,12 @@ def test_latents_are_those_of_the_autoencoder_normalised() -> None:
             plain.shape(frames, height, 16)
 
 
+def test_latents_without_diffusers_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(SystemExit, match="pip install diffusers"):
+        Latents("random", torch.device("cpu"))
+
+
 def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
