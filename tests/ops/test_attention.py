@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpupipe import ops
 from gpupipe.errors import ConfigError, ShapeError
@@ -91,6 +92,24 @@ def test_slices_and_the_reference_agree() -> None:
         found = ops.attention(qkv, grid=GRID, axis=axis, window=(3, 1, 3))  # type: ignore[arg-type]
         with ops.use("reference", "attention"):
             torch.testing.assert_close(found, ops.attention(qkv, grid=GRID, axis=axis, window=(3, 1, 3)))  # type: ignore[arg-type]
+
+
+def test_other_threads_attend_as_they_would_alone() -> None:
+    """What torch's attention may use is a setting of the process: a step that changed it would change an encoder's results that
+    works beside it, and no run would be like another."""
+    qkv = torch.randn(1, TOKENS, 3, HEADS, DIM)
+    asked = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+    seen: list[list[bool]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append([ask() for ask in asked])
+            return func(*args, **(kwargs or {}))
+
+    with ops.use("reference"), Look():
+        ops.attention(qkv, grid=GRID, axis="spatial")
+    assert len(seen) > 3
+    assert all(all(each) for each in seen)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
