@@ -383,7 +383,7 @@ def test_ranks_asked_to_end_at_different_steps_end_together(asked: tuple[int, ..
     done = [int(line.split()[1].rstrip(":")) for line in printed if line.startswith("step")]
     assert done[-1] < STEPS, "nobody heard"
     assert done == list(range(1, len(done) + 1))
-    assert printed[-1] == f"checkpoint behind step {done[-1]}\n"
+    assert f"checkpoint behind step {done[-1]}\n" in printed
     found = load_checkpoint(tmp_path / "checkpoint.pt")
     assert found["step"] == done[-1]
     assert found["loader"]["world_size"] == 2
