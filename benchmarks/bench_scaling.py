@@ -17,10 +17,11 @@ import itertools
 import math
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -328,23 +329,22 @@ def show(rows: list[Row]) -> list[Row]:
     return rows
 
 
-def group_rows(bench: Bench, parts: Sequence[str], ranks: int) -> list[Row]:
-    """All rows of a group of so many ranks, but for those of ``resume``, which is of several."""
+def group_rows(bench: Bench, parts: Sequence[str], ranks: int) -> Iterator[list[Row]]:
+    """The rows of each part of a group of so many ranks, but for those of ``resume``, which is of several."""
     there = torch.cuda.device_count() if bench.device == "cuda" else ranks
     if ranks > there:
-        return guarded("loader", DOUBLE["loader"], "higher", lambda: none_such(ranks, there))
-    rows: list[Row] = []
+        yield guarded("loader", DOUBLE["loader"], "higher", lambda: none_such(ranks, there))
+        return
     if "loader" in parts:
-        rows += guarded("loader", DOUBLE["loader"], "higher", lambda: loader_rows(bench, ranks))
+        yield guarded("loader", DOUBLE["loader"], "higher", lambda: loader_rows(bench, ranks))
     if "train" in parts:
-        rows += guarded("train", DOUBLE["train"], "higher", lambda: train_rows(bench, ranks))
+        yield guarded("train", DOUBLE["train"], "higher", lambda: train_rows(bench, ranks))
     if "split" in parts and ranks > 1:
-        rows += guarded("split", "loss_error", "lower", lambda: split_rows(bench, ranks))
+        yield guarded("split", "loss_error", "lower", lambda: split_rows(bench, ranks))
     if "overlap" in parts and ranks > 1:
-        rows += guarded("overlap", "step_ms", "lower", lambda: overlap_rows(bench, ranks))
+        yield guarded("overlap", "step_ms", "lower", lambda: overlap_rows(bench, ranks))
     if "killed" in parts and ranks > 1:
-        rows += guarded("killed", "end_s", "lower", lambda: killed_rows(bench, ranks))
-    return rows
+        yield guarded("killed", "end_s", "lower", lambda: killed_rows(bench, ranks))
 
 
 def none_such(ranks: int, there: int) -> list[Row]:
@@ -384,6 +384,7 @@ def main() -> None:
     command.add_argument("--out", type=Path, default=RESULTS)
     command.add_argument("--quick", action="store_true", help="tiny cases of 2 ranks on the CPU, to see that it runs")
     options = command.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ended from outside, it ends its ranks too
     if options.quick:
         options.device = "cpu"
     elif options.device == "auto":
@@ -407,8 +408,11 @@ def main() -> None:
         threads = max(1, cpu_quota() // ranks[-1])
         bench = Bench(sizes, options.device, ranks, Path(folder), sources, options.timeout, threads)
         found: dict[int, list[Row]] = {}
-        for number in ranks:  # each file as soon as its rows are there, for a run may be ended before its time
-            found[number] = group_rows(bench, options.parts, number)
+        for number in ranks:
+            found[number] = []
+            for rows in group_rows(bench, options.parts, number):  # written after each, for a run may be ended before its time
+                found[number] += rows
+                write_results("scaling", found[number], {**facts, "ranks": number}, options.out)
             half = found.get(number // 2, []) if number % 2 == 0 else []
             found[number] += show(on_double(found[number], half))
             if "resume" in options.parts and number == ranks[-1]:

@@ -1,4 +1,5 @@
-"""Writes the figures of README.md and of pages in docs/ from the committed results, between two markers in each.
+"""Writes the figures of README.md and of pages in docs/ from the committed results, between two markers in each, and draws the
+pictures that they show.
 
 python benchmarks/figures.py            # rewrites them
 python benchmarks/figures.py --check    # exits with 1 when one of them is not what the results say
@@ -25,16 +26,16 @@ _LONGEST = 60
 """Characters of an error in a table."""
 LEFT_OUT = ("first_batch_ms", "cpu_ms_per_clip")
 """Metrics that only the result files tell."""
-HEADLINES = {
-    "loader": "clips_per_s",
-    "decode": "clips_per_s",
-    "transform": "gpu_ms_per_clip",
-    "ops": "gpu_time_us",
-    "block": "step_ms",
-    "loader_train": "step_ms",
-    "train": "step_ms",
+HEADLINES: dict[str, tuple[str, ...]] = {
+    "loader": ("clips_per_s",),
+    "decode": ("clips_per_s",),
+    "transform": ("gpu_ms_per_clip",),
+    "ops": ("gpu_time_us",),
+    "block": ("step_ms",),
+    "loader_train": ("step_ms",),
+    "train": ("step_ms", "peak_gb"),
 }
-"""Of each benchmark the metric that README.md shows; docs/performance.md has them all."""
+"""Of each benchmark the metrics that README.md shows; docs/performance.md has them all."""
 SHORT_CASES = {"ops": re.compile(r"-n32768-h3072-|-c128-|^softmax"), "train": re.compile(r"^(?!.*loss)")}
 """Of benchmarks with many cases those that README.md shows."""
 PLACES = ("host", "device")
@@ -109,7 +110,7 @@ def short(data: dict[str, Any]) -> list[dict[str, Any]]:
     """The rows of a benchmark that README.md shows."""
     name = data["benchmark"]
     cases = SHORT_CASES.get(name, re.compile(""))
-    return [row for row in data["rows"] if row["metric"] == HEADLINES.get(name) and cases.search(row["case"])]
+    return [row for row in data["rows"] if row["metric"] in HEADLINES.get(name, ()) and cases.search(row["case"])]
 
 
 def section(folder: Path = RESULTS, *, brief: bool = False) -> str:
@@ -122,7 +123,7 @@ def section(folder: Path = RESULTS, *, brief: bool = False) -> str:
         head = f"**{data['benchmark']}** (`benchmarks/results/{path.name}`, {data['created'][:10]}; {facts_of(data)})\n\n"
         rows = short(data) if brief else data["rows"]
         if data["benchmark"] in BY_SUBJECT:
-            parts.append(head + by_subject(rows))
+            parts.append(head + by_subject(rows) + shown(path, "" if brief else "../"))
             continue
         lines = compare(rows) if data["benchmark"] not in ELSEWHERE else []
         if not lines:
@@ -168,6 +169,39 @@ def by_subject(rows: list[dict[str, Any]]) -> str:
             cells.append(cell(own) + (f", {over:.2f}x" if over is not None else ""))
         lines.append(f"| {case} | {subject} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n\nBehind each figure: how many times as well as `eager` does."
+
+
+def shown(path: Path, up: str) -> str:
+    """Links to the pictures of a result file: the one that is drawn of it, and those of loss curves that lie beside it."""
+    name, gpu = path.stem.split("--")
+    curves = sorted(path.parent.glob(f"{name}-loss*--{gpu}.png"))
+    files = [path.with_suffix(".png"), *curves]
+    return "".join(f"\n\n![{file.stem}]({up}benchmarks/results/{file.name})" for file in files)
+
+
+def draw(path: Path) -> Path:
+    """Draws a result file by subject, a row of bars for each case: time of a step, and peak memory where it was measured."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = [row for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["value"] is not None]
+    metrics = [metric for metric in HEADLINES["train"] if any(row["metric"] == metric for row in rows)]
+    cases = list(dict.fromkeys(row["case"] for row in rows if row["metric"] in metrics))
+    figure = Figure(figsize=(5 * len(metrics) + 2, 0.8 + 2.2 * len(cases)), layout="constrained")
+    FigureCanvasAgg(figure)
+    for line, case in enumerate(cases):
+        for column, metric in enumerate(metrics):
+            axes = figure.add_subplot(len(cases), len(metrics), line * len(metrics) + column + 1)
+            own = [row for row in rows if (row["case"], row["metric"]) == (case, metric)]
+            values = [row["value"] for row in own]
+            around = [[row["value"] - row["low"] for row in own], [row["high"] - row["value"] for row in own]]
+            colours = ["C0" if row["subject"] == "gpupipe" else "0.7" for row in own]
+            axes.barh([row["subject"] for row in own], values, xerr=around, color=colours)
+            axes.invert_yaxis()
+            axes.set(title=case, xlabel=metric)
+            axes.title.set_fontsize(9)
+    figure.savefig(path.with_suffix(".png"), dpi=100)
+    return path.with_suffix(".png")
 
 
 def facts_of(data: dict[str, Any]) -> str:
@@ -244,6 +278,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 when a page is out of step")
     options = parser.parse_args()
     stale = 0
+    for path in sorted(RESULTS.glob("*.json")) if not options.check else ():
+        if json.loads(path.read_text(encoding="utf-8"))["benchmark"] in BY_SUBJECT:
+            draw(path)
     for page, text in pages():
         old = page.read_text(encoding="utf-8")
         new = rewritten(old, text)

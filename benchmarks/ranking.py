@@ -71,12 +71,14 @@ def main() -> int:
             pass
     rows: list[Row] = []
     worst = 1.0
-    for name in names:
+    facts = machine_facts()
+    for name in names:  # written after each, for a run may be ended before its time
         for choice in choices_of(name, options.most, True):
             rows += rows_of(name, choice)
             worst = max(worst, loss(choice))
         torch.cuda.empty_cache()
-    print(write_results("ranking", rows, machine_facts(), options.out))
+        written = write_results("ranking", rows, facts, options.out)
+    print(written)
     print(f"worst loss {worst:.3f}", file=sys.stderr)
     return int(worst > options.allow)
 

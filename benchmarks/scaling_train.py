@@ -20,8 +20,8 @@ from video_dit import VideoDiT
 
 from gpupipe import Batch
 
-WARM_STEPS = 3
-"""Before the clock starts, at least."""
+WARM_STEPS = 5
+"""Before the clock starts."""
 
 
 class Timed(train_video_dit.Trainer):
@@ -31,7 +31,11 @@ class Timed(train_video_dit.Trainer):
     folder: Path
 
     def run(self) -> None:
-        steps, times = train_video_dit.steps_of(self.loader), list[float]()
+        with self.batches:
+            self.timed()
+
+    def timed(self) -> None:
+        steps, times = train_video_dit.steps_of(self.batches), list[float]()
         figures: list[tuple[float, float]] = []
 
         def some(count: int) -> None:
@@ -40,7 +44,7 @@ class Timed(train_video_dit.Trainer):
                 seen = self.watch.after(self.step, parts, *self.train_step(parts))
                 figures.extend([(seen.loss, seen.norm)] if seen is not None else [])
 
-        some(max(WARM_STEPS, self.given["steps"]))
+        some(WARM_STEPS)
         for _ in range(self.given["runs"]):
             synchronise(self.device)
             dist.barrier()

@@ -105,15 +105,15 @@ class Loop:
         total = busy_us(self.traced())
         return total / 1000 / PROFILED_STEPS if total else None
 
-    def traced(self) -> list[dict[str, Any]]:
-        """What the profiler sees in ``PROFILED_STEPS`` steps: the events of a Chrome trace.
+    def traced(self, steps: int = PROFILED_STEPS) -> list[dict[str, Any]]:
+        """What the profiler sees in so many steps: the events of a Chrome trace.
 
         The profiler slows the host, so these are steps of their own. It leaves the kernels as long as they are.
         """
-        for steps in (1, PROFILED_STEPS):  # the first time is for CUPTI, which is then set up
+        for count in (1, steps):  # the first time is for CUPTI, which is then set up
             torch.cuda.synchronize(self._device)
             with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                for _ in range(steps):
+                for _ in range(count):
                     self.one()
                 torch.cuda.synchronize(self._device)
         with tempfile.TemporaryDirectory() as folder:
@@ -124,16 +124,17 @@ class Loop:
         return events
 
 
-def busy_us(events: Iterable[Mapping[str, Any]]) -> float:
+def busy_us(events: Iterable[Mapping[str, Any]], *, all_streams: bool = False) -> float:
     """Microseconds in which the stream that works most, which is the training's, has a kernel, copy or fill running.
 
     Args:
         events: of a Chrome trace.
+        all_streams: in which any stream has one.
     """
     spans: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            spans[event["args"]["stream"]].append((event["ts"], event["ts"] + event["dur"]))
+            spans[0 if all_streams else event["args"]["stream"]].append((event["ts"], event["ts"] + event["dur"]))
     return max((_union(each) for each in spans.values()), default=0.0)
 
 

@@ -106,7 +106,7 @@ def test_more_ranks_than_gpus_are_a_row_that_says_so(tmp_path: Path, monkeypatch
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     sizes = bench_scaling.Sizes(bench_scaling.case_of("h264-tiny-s1"), {}, batch=1, steps=1, runs=1)
     bench = bench_scaling.Bench(sizes, "cuda", [2], tmp_path, [], 1.0, 1)
-    (row,) = bench_scaling.group_rows(bench, bench_scaling.PARTS, 2)
+    ((row,),) = bench_scaling.group_rows(bench, bench_scaling.PARTS, 2)
     assert row.value is None
     assert "2 ranks need as many GPUs, and there are 1" in str(row.error)
 

@@ -38,6 +38,7 @@ def test_busy_time_is_that_of_the_training_stream_and_counts_overlap_once() -> N
     training = [span(0, 10, 7), span(5, 3, 7), span(8, 4, 7), span(20, 5, 7), span(30, 1, 7, "gpu_memset")]
     others = [span(2, 17, 13), {"cat": "cuda_runtime", "ts": 0, "dur": 99, "args": {}}, {"ph": "M", "name": "process_name"}]
     assert train_loop.busy_us(others + training[::-1]) == 12 + 5 + 1
+    assert train_loop.busy_us(others + training, all_streams=True) == 19 + 5 + 1, "where preparation is of the step"
     assert train_loop.busy_us(others[1:]) == 0, "no kernel was seen: the caller must not take the GPU for idle"
 
 

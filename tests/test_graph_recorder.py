@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpupipe.device import stream as streams
 from gpupipe.train.graphs import recorder
 from gpupipe.train.graphs.recorder import CudaRecorder, NotCaptured
 
@@ -77,8 +78,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Played:
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(recorder, "begin_capture", played.begin)
     monkeypatch.setattr(recorder, "graph_nodes", lambda graph: 3)
-    monkeypatch.setattr(recorder, "new_stream", lambda gpu: 7)
-    monkeypatch.setattr(recorder, "_idle_streams", recorder.defaultdict(list))
+    monkeypatch.setattr(streams, "new_stream", lambda gpu: 7)
+    monkeypatch.setattr(streams, "_idle", streams.defaultdict(list))
     return played
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 import time
 from collections.abc import Callable
@@ -136,6 +137,58 @@ def test_a_whole_step_may_clear_where_it_likes(where: str) -> None:
             assert (one.grad is None) is (other.grad is None) is (where == "end")
             assert one.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
     assert graph.report().hits > 20
+
+
+CLEARS = ("outside", "begin", "end", "sometimes")
+
+
+def mixed(graphs: bool, clears: str, to_none: bool, steps_inside: bool) -> tuple[list[float], int]:
+    """Losses, weights and gradients (NaN: none) of a step in two parts, of which one sometimes takes no part; and the hits."""
+    torch.manual_seed(1)
+    first, last = nn.Linear(6, 8), nn.Linear(8, 1)
+    optimizers = [torch.optim.SGD(first.parameters(), lr=0.05, momentum=0.9), torch.optim.SGD(last.parameters(), lr=0.05)]
+
+    def clear() -> None:
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=to_none)
+
+    def step(batch: torch.Tensor, alone: bool) -> torch.Tensor:
+        if clears == "begin" or (clears == "sometimes" and alone):
+            clear()
+        hidden = first(batch).tanh()
+        loss = last(hidden.detach() if alone else hidden).square().mean()
+        loss.backward()
+        if steps_inside:
+            optimizers[0].step()
+        if clears == "end":
+            clear()
+        return loss.detach()
+
+    call = AdaptiveGraph(step, **OPTIONS) if graphs else step
+    trace: list[float] = []
+    for number, batch in enumerate(batches(40)):
+        trace.append(float(call(batch[: 4 - number % 2 * 2], number % 5 in (1, 2))))
+        if number % 3 == 2:
+            optimizers[1].step()
+            if clears == "outside":
+                clear()
+        for value in (*first.parameters(), *last.parameters()):
+            trace += [float(value.detach().sum()), math.nan if value.grad is None else float(value.grad.sum())]
+    return trace, call.report().hits if isinstance(call, AdaptiveGraph) else 0
+
+
+@pytest.mark.parametrize("steps_inside", [True, False])
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("clears", CLEARS)
+def test_whatever_a_step_does_to_gradients_is_done(
+    clears: str, to_none: bool, steps_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a part that takes no part are cleared, kept or added to as without graphs."""
+    monkeypatch.setenv("GPUPIPE_GRAPH_THRESHOLD", "0")
+    expected, _ = mixed(False, clears, to_none, steps_inside)
+    made, hits = mixed(True, clears, to_none, steps_inside)
+    assert made == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert hits > 5 or (clears != "end" and to_none)
 
 
 def test_a_rate_that_a_scheduler_changes_is_heeded() -> None:

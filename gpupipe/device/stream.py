@@ -7,11 +7,14 @@ gpupipe waits for an event of another stream or marks memory.
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpupipe.device.doing import at
+from gpupipe.device.driver import new_stream
 from gpupipe.errors import DeviceMemoryError, GpupipeError, SyncError
 
 if TYPE_CHECKING:
@@ -19,6 +22,22 @@ if TYPE_CHECKING:
 
 _NOT_PINNED = "CUDA error: out of memory"
 """What torch says when the host has no more memory to pin; of the GPU's own memory it has an error of its own."""
+
+_idle: defaultdict[int, list[int]] = defaultdict(list)
+"""By GPU, streams of :func:`own_stream` whose owner has gone."""
+
+
+def own_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
+    """A stream of a CUDA device that nobody else is given as long as ``owner`` lives; it runs beside the default stream.
+
+    Streams that torch makes come from a pool of 32, again and again: two that were made at different times may be one.
+    """
+    import torch
+
+    idle = _idle[device.index or 0]
+    handle = idle.pop() if idle else new_stream(device.index or 0)
+    weakref.finalize(owner, idle.append, handle).atexit = False
+    return torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def hand_over(tensors: Iterable[torch.Tensor], events: Iterable[torch.cuda.Event], consumer: torch.cuda.Stream) -> None:

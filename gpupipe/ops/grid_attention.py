@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import checks, settings
@@ -142,8 +141,8 @@ def _attend(
     if settings.kernel_wanted("attention"):
         out = attend(sides[0], sides[1], sides[2], bias, causal=False, scale=scale)
     else:
-        with sdpa_kernel(SDPBackend.MATH):
-            out = torch.nn.functional.scaled_dot_product_attention(
-                sides[0], sides[1], sides[2], attn_mask=bias, scale=scale
-            )  # fmt: skip
+        # By its own name: what sdpa_kernel() allows holds for the whole process, and other threads attend at the same time.
+        if bias is not None and bias.dtype == torch.bool:
+            bias = q.new_zeros(()).masked_fill(~bias, float("-inf"))
+        out = torch.ops.aten._scaled_dot_product_attention_math(sides[0], sides[1], sides[2], bias, scale=scale)[0]
     return out.transpose(1, 2)

@@ -11,7 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 
 from gpupipe.device.inventory import resolve_device
-from gpupipe.device.stream import hand_over
+from gpupipe.device.stream import hand_over, own_stream
 from gpupipe.errors import ClosedError, ConfigError
 from gpupipe.telemetry import log
 from gpupipe.train.arguments import a_device, a_function, several, whole
@@ -78,7 +78,7 @@ class PipelineExecutor(Generic[T, P]):
         self._accumulate, self._ahead = accumulate, ahead
         found = device if device is not None else getattr(batches, "device", None)
         self.device = a_device(found) if found is not None else resolve_device("auto")
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = own_stream(self.device, self) if self.device.type == "cuda" else None
         self._metrics = Metrics()
         self._timeline = Timeline(self.device) if timeline else None
         self._work: _Work[T, P] | None = None

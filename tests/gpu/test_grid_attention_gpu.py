@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from exact import compilations, hold
+from torch.nn.attention import SDPBackend
 
 from gpupipe import ops
 from gpupipe.device import autotune
+from gpupipe.ops import sdpa
 from gpupipe.ops.rotary import tiles as rotary_tiles
 from gpupipe.ops.temporal import tiles as temporal_tiles
 
@@ -171,3 +173,31 @@ def test_repeats_bit_for_bit() -> None:
         out = ops.temporal_attention(qkv, weight, weight, rope, grid=(8, 4, 4), norm="head")
         runs.append([out, q, k, *torch.autograd.grad((out + q * k).sum(), (qkv, weight))])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "bias"),
+    [
+        *[(backend, "none") for backend in sdpa._BACKENDS],
+        *[(backend, bias) for backend in sdpa._BACKENDS[2:] for bias in ("bool", "added", "unaligned")],
+    ],
+)
+def test_each_backend_by_its_name_is_the_product(backend: SDPBackend, bias: str) -> None:
+    """Forward and gradients, against the product in float64."""
+    keys = 40 if bias != "unaligned" else 37
+    q, k, v = (
+        torch.randn(2, 3, rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for rows in (24, keys, keys)
+    )
+    added = None if bias == "none" else torch.randn(3, 24, keys, device="cuda", dtype=torch.bfloat16)
+    if bias == "bool" and added is not None:
+        added = added > -1
+    found = sdpa.by_name(backend, q, k, v, added, False, 0.125)
+    scores = q.double() @ k.double().mT * 0.125
+    if added is not None:
+        scores = scores.masked_fill(~added, -torch.inf) if added.dtype == torch.bool else scores + added.double()
+    exact = scores.softmax(-1) @ v.double()
+    weights = torch.randn_like(exact)
+    ours = torch.autograd.grad((found.double() * weights).sum(), (q, k, v))
+    theirs = torch.autograd.grad((exact * weights).sum(), (q, k, v))
+    for one, other in zip((found, *ours), (exact, *theirs), strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0.05, atol=0.05)

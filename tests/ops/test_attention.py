@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpupipe import ops
 from gpupipe.errors import ConfigError, ShapeError
-from gpupipe.ops.sdpa import flash_samples, preferred
+from gpupipe.ops.sdpa import _aligned, by_name, flash_samples, preferred
 
 GRID = (3, 2, 4)
 TOKENS, HEADS, DIM = 24, 2, 8
@@ -91,6 +92,56 @@ def test_slices_and_the_reference_agree() -> None:
         found = ops.attention(qkv, grid=GRID, axis=axis, window=(3, 1, 3))  # type: ignore[arg-type]
         with ops.use("reference", "attention"):
             torch.testing.assert_close(found, ops.attention(qkv, grid=GRID, axis=axis, window=(3, 1, 3)))  # type: ignore[arg-type]
+
+
+def test_other_threads_attend_as_they_would_alone() -> None:
+    """What torch's attention may use is a setting of the process: a step that changed it would change an encoder's results that
+    works beside it, and no run would be like another."""
+    qkv = torch.randn(1, TOKENS, 3, HEADS, DIM)
+    asked = torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled
+    seen: list[list[bool]] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append([ask() for ask in asked])
+            return func(*args, **(kwargs or {}))
+
+    with ops.use("reference"), Look():
+        ops.attention(qkv, grid=GRID, axis="spatial")
+    assert len(seen) > 3
+    assert all(all(each) for each in seen)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize("kind", [torch.bool, torch.bfloat16])
+def test_backends_with_a_bias_are_called_as_torch_calls_them(backend: SDPBackend, kind: torch.dtype) -> None:
+    """On tensors without data, for there is no GPU: names, arguments and shapes."""
+    q = torch.empty(2, HEADS, 7, DIM, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    k = torch.empty(2, HEADS, 13, DIM, device="meta", dtype=torch.bfloat16)
+    out = by_name(backend, q, k, k, torch.empty(HEADS, 7, 13, device="meta", dtype=kind), False, 0.5)
+    assert (out.shape, out.dtype, out.requires_grad) == (q.shape, q.dtype, True)
+
+
+@pytest.mark.parametrize("backend", [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
+@pytest.mark.parametrize("causal", [False, True])
+def test_backends_are_called_as_torch_calls_them(backend: SDPBackend, causal: bool) -> None:
+    q = torch.empty(2, HEADS, 7, DIM, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    out = by_name(backend, q, q, q, None, causal, 0.5)
+    assert (out.shape, out.dtype, out.requires_grad) == (q.shape, q.dtype, True)
+
+
+def test_rows_of_a_bias_lie_where_a_kernel_can_load_them() -> None:
+    for bias in (
+        torch.randn(3, 5, 13),
+        torch.randn(5, 13),
+        torch.randn(3, 5, 16),
+        torch.randn(3, 13, 5).mT,
+        torch.randn(1, 1, 16),
+    ):
+        made = _aligned(bias, (2, 3, 5, bias.shape[-1]))
+        assert made.stride(-1) == 1
+        assert all(step % 8 == 0 for step in made.stride()[:-1])
+        assert torch.equal(made, bias.expand(2, 3, 5, -1))
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

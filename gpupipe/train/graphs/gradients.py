@@ -26,8 +26,8 @@ class Gradients:
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
         self._leaves: dict[torch.Tensor, None] = {}
-        self._clears: dict[Hashable, bool] = {}
-        """Kinds of calls that found gradients, and whether they cleared all of them before they added any."""
+        self._cleared: dict[Hashable, dict[torch.Tensor, bool]] = {}
+        """Kinds of calls, and whether they were seen to clear each leaf's gradient before they added to it."""
         self._optimizers: list[torch.optim.Optimizer] = []
         for optimizer in optimizers:
             self._take_on(optimizer)
@@ -39,7 +39,7 @@ class Gradients:
             self._leaves |= dict.fromkeys(group["params"])
 
     def state(self, kind: Hashable) -> Hashable:
-        """What such a call finds: the optimizers' numbers, and where gradients lie unless it clears them first."""
+        """What such a call finds: the optimizers' numbers, and where gradients lie, but for those that it clears first."""
         numbers = tuple(
             (name, value)
             for optimizer in self._optimizers
@@ -47,12 +47,14 @@ class Gradients:
             for name, value in group.items()
             if isinstance(value, _NUMBERS)
         )
-        return numbers, None if self._clears.get(kind) else tuple([_place(leaf.grad) for leaf in self._leaves])
+        cleared = self._cleared.get(kind, {})
+        return numbers, tuple([None if cleared.get(leaf) else _place(leaf.grad) for leaf in self._leaves])
 
     @contextmanager
     def observed(self, kind: Hashable) -> Iterator[Observed]:
         """Looks on while the function runs."""
-        seen = Observed(self._leaves, self._optimizers, self._clears.get(kind))
+        cleared = self._cleared.get(kind, {})
+        seen = Observed(self._leaves, self._optimizers, {leaf for leaf, was in cleared.items() if was})
         handle = register_optimizer_step_pre_hook(seen.stepped)
         before = torch.autograd.backward
 
@@ -69,10 +71,13 @@ class Gradients:
             for optimizer in seen.optimizers:
                 self._take_on(optimizer)
             self._leaves |= dict.fromkeys(seen.met)
-            if seen.cleared is not None:
-                if len(self._clears) >= _MOST:
-                    self._clears.clear()
-                self._clears[kind] = seen.cleared and self._clears.get(kind, True)
+            if len(self._cleared) >= _MOST:
+                self._cleared.clear()
+            known = self._cleared.setdefault(kind, {})
+            for leaf, grad in seen.met.items():
+                found = seen.found.get(leaf)
+                if found is not None:
+                    known[leaf] = grad is not found and known.get(leaf, True)
 
 
 class Observed:
@@ -85,18 +90,15 @@ class Observed:
     """
 
     def __init__(
-        self, leaves: Iterable[torch.Tensor], optimizers: Iterable[torch.optim.Optimizer], clears: bool | None
+        self,
+        leaves: Iterable[torch.Tensor],
+        optimizers: Iterable[torch.optim.Optimizer],
+        cleared: set[torch.Tensor],
     ) -> None:
         self.found: dict[torch.Tensor, torch.Tensor | None] = {leaf: leaf.grad for leaf in leaves}
         self.met: dict[torch.Tensor, torch.Tensor | None] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
-        self._known, self._clears = {id(each) for each in optimizers}, clears
-
-    @property
-    def cleared(self) -> bool | None:
-        """Whether all gradients that the call found were cleared before others were added; None where it found none."""
-        pairs = [(grad, self.found[leaf]) for leaf, grad in self.met.items() if self.found.get(leaf) is not None]
-        return all(grad is not found for grad, found in pairs) if pairs else None
+        self._known, self._cleared = {id(each) for each in optimizers}, cleared
 
     def stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.optimizers.append(optimizer)
@@ -115,16 +117,20 @@ class Observed:
             leaf.grad = grad
 
     def left(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
-        """(leaves without a gradient now, those with another one than the call found, and it)."""
-        bare = [leaf for leaf in self.met if leaf.grad is None]
-        return bare, [(leaf, leaf.grad) for leaf in self.met if leaf.grad is not None and leaf.grad is not self.found.get(leaf)]
+        """(leaves that have no gradient now, but may have had one; those with another one than the call found, and it)."""
+        now = {leaf: leaf.grad for leaf in {**self.found, **self.met}}
+        bare = [leaf for leaf, grad in now.items() if grad is None and (leaf in self.met or self.found[leaf] is not None)]
+        return bare, [(leaf, grad) for leaf, grad in now.items() if grad is not None and grad is not self.found.get(leaf)]
 
     def check(self) -> None:
         """Raises NotCaptured where a replay would not be what the call is."""
         if self.met.keys() - self.found.keys() or any(id(each) not in self._known for each in self.optimizers):
             raise NotCaptured("gradients or an optimizer take part in it that did not before")
-        if self._clears and self.cleared is not True:
-            raise NotCaptured("it adds to gradients that other calls like it cleared first")
+        if any(
+            leaf not in self.met or (self.met[leaf] is not None and self.met[leaf] is self.found[leaf])
+            for leaf in self._cleared
+        ):
+            raise NotCaptured("it leaves or adds to gradients that other calls like it cleared first")
         for optimizer in self.optimizers:
             if any(not group.get("capturable", True) for group in optimizer.param_groups):
                 raise NotCaptured(f"{type(optimizer).__name__} takes a step in it that was not made with capturable=True")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
 
 import torch
 
-from gpupipe.device.driver import begin_capture, graph_nodes, new_stream
+from gpupipe.device.driver import begin_capture, graph_nodes
+from gpupipe.device.stream import own_stream
 
 
 class NotCaptured(Exception):
@@ -50,10 +49,6 @@ class Recorder(Protocol):
         ...
 
 
-_idle_streams: defaultdict[int, list[int]] = defaultdict(list)
-"""By GPU, those whose recorder has gone."""
-
-
 class CudaRecorder:
     """CUDA graphs on one device, in one pool of memory.
 
@@ -63,10 +58,7 @@ class CudaRecorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        idle = _idle_streams[device.index or 0]
-        handle = idle.pop() if idle else new_stream(device.index or 0)
-        weakref.finalize(self, idle.append, handle).atexit = False
-        self._stream = torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call]
+        self._stream = own_stream(device, self)
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         self._mark = torch.zeros((), device=device)
         self._reserved = 0
