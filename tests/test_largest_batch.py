@@ -241,6 +241,21 @@ def test_a_step_that_runs_out_of_memory_is_one_that_does_not_fit(model: Model) -
     assert len(cleaned) == len(plan.probes) + 1, "behind those that failed as well"
 
 
+def test_a_plain_sequence_takes_its_blocks_by_name() -> None:
+    """Amounts are written as everywhere else, and a bound that is no multiple is rounded down."""
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    given: dict[str, Any] = {"budget": "1GB", "multiple": 16, "most": 100, "zero_grad": model.zero_grad, "device": "cpu"}
+    plan = largest_batch(steps(model), (16, 32), model=model, policies=("none", "block"), blocks=list(model), **given)
+    assert (plan.size, plan.policy, plan.budget_bytes) == (96, "none", 10**9)
+    assert largest_batch(steps(model), (16, 32), model=model, **given).size == 96, "without policies it needs no blocks"
+
+
+def test_a_step_without_backward_is_told(model: Model) -> None:
+    """It is what recompute takes; measured here, a batch would seem to fit that does not."""
+    with pytest.raises(ConfigError, match="step does no backward"):
+        largest_batch(lambda tokens: model(torch.randn(tokens, 32)).mean(), (8, 16), budget=1, device="cpu")
+
+
 def test_other_errors_of_a_step_are_its_own(model: Model) -> None:
     def step(tokens: int) -> None:
         raise RuntimeError("shapes differ")
@@ -275,9 +290,11 @@ def test_fields_for_the_loader(model: Model) -> None:
         ((0, 8), {}, "whole numbers"),
         ((8, 12), {"multiple": 8}, "multiples of 8"),
         ((8, 16), {"budget": 0}, "budget=0"),
-        ((8, 16), {"budget": True}, "budget is True"),
-        ((8, 16), {"budget": float("nan")}, "budget is nan"),
-        ((8, 16), {"budget": "1GB"}, "budget is '1GB'"),
+        ((8, 16), {"budget": True}, "budget=True is no budget"),
+        ((8, 16), {"budget": float("nan")}, "budget=nan is no budget"),
+        ((8, 16), {"budget": "1 heap"}, "budget='1 heap' is no budget"),
+        ((8, 16), {"budget": "0.8"}, "budget='0.8' is no budget"),
+        ((8, 16), {"blocks": []}, "blocks without a model"),
         ((8, 16), {"margin": 1.0}, "margin"),
         ((8, 16), {"most": 4}, "most=4"),
         ((8, 16), {"policies": ("block",)}, "without a model"),

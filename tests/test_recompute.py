@@ -11,6 +11,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
+from gpupipe.train import TrainingConfig
 from gpupipe.train.recomputing import Choice, Cost, _kept, _observed, _planned, recompute
 
 MB = 1e-3
@@ -233,3 +234,21 @@ def test_fused_modules_are_checked_on_first_use_all_the_same(policy: Any, monkey
         made.sum().backward()
     assert torch.allclose(made, nn.functional.layer_norm(x, (16,)), atol=1e-5), "as written, for the fused way is wrong"
     assert statistics.checked[0] > 0
+
+
+def test_a_step_with_a_backward_is_told(model: Model) -> None:
+    """It is what largest_batch takes; torch said that its unpack_hook got a NoneType."""
+    with pytest.raises(ConfigError, match="step does a backward") as caught:
+        recompute(model, 0.5, step=lambda: step(model, batch()).backward())
+    assert "return its loss, without backward" in str(caught.value)
+    with pytest.raises(ConfigError, match="step returned None, not the loss"):
+        recompute(model, 0.5, step=lambda: None)  # type: ignore[arg-type, return-value]
+
+
+def test_a_budget_is_an_amount_with_its_unit_too(model: Model) -> None:
+    plan = recompute(model, "2GB", step=lambda: step(model, batch()))
+    assert plan.peak_bytes is not None
+    plan.remove()
+    with pytest.raises(ConfigError, match="recompute='2 heaps'"):
+        recompute(model, "2 heaps")
+    assert TrainingConfig(recompute="60GB").recompute == TrainingConfig(recompute=60).recompute == 60.0

@@ -334,3 +334,44 @@ def test_a_turned_bit_is_told(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(ConfigError, match="it is damaged"):
         load_checkpoint(path)
+
+
+def test_gradients_without_the_loss_scale_are_refused() -> None:
+    """A plain backward's were divided by a scale that they did not have: weights stood still, and nothing told."""
+    precision, model = Precision({"dtype": "float16"}), small()
+    optimizer = adamw(precision.prepare(model))
+    for _ in range(2):
+        model(torch.randn(4, 8)).square().mean().backward()
+        with pytest.raises(ConfigError, match=r"no precision\.backward\(\) since the last step") as caught:
+            precision.step(optimizer)
+        assert "in place of loss.backward()" in str(caught.value)
+        optimizer.zero_grad()
+        take(precision, model, optimizer, torch.randn(4, 8))
+
+
+def test_a_step_that_leaves_the_loss_scale_in_the_gradients_is_told() -> None:
+    precision, model = Precision({"dtype": "float16"}), small()
+    optimizer = adamw(precision.prepare(model))
+
+    def back() -> None:
+        with precision.autocast():
+            precision.backward(model(torch.randn(4, 8)).square().mean())
+
+    back()
+    back()  # parts of one step
+    before = values(model)
+    with pytest.raises(ConfigError, match=r"precision\.step\(optimizer\) in place of optimizer\.step\(\)"):
+        optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+    precision.step(optimizer)
+    other = nn.Linear(2, 2)
+    other(torch.ones(1, 2)).sum().backward()
+    back()
+    adamw(list(other.parameters())).step()  # of what was never prepared
+    precision.step(optimizer)
+    take(precision, model, optimizer, torch.randn(4, 8))
+    plain, model = Precision({"dtype": "bfloat16"}), small()
+    optimizer = adamw(plain.prepare(model))
+    for _ in range(2):  # without a scale it is the optimizer's own affair
+        plain.backward(model(torch.randn(4, 8)).square().mean())
+        optimizer.step()

@@ -67,6 +67,13 @@ def amount_bytes(amount: float | str, total_bytes: int) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMGT".index(match[2].upper()) + 1))
 
 
+def gigabytes(value: Any) -> Any:
+    """An amount with its unit as GB (10^9 bytes); anything else as it is."""
+    if isinstance(value, str) and re.fullmatch(_AMOUNT, value, re.IGNORECASE):
+        return amount_bytes(value, 0) / 1e9
+    return value
+
+
 def ascending(name: str, value: tuple[float, ...] | None) -> None:
     """Raises ValueError unless ``value`` is (low, high) with low <= high."""
     if value is not None and value[0] > value[1]:
@@ -83,6 +90,8 @@ Deviation = Annotated[float, Field(ge=1e-6, le=1e6)]
 Part = Annotated[float, Field(gt=0, le=1)]
 Amount = Annotated[float | str, BeforeValidator(_amount, json_schema_input_type=Part | str)]
 """Of memory: a share of the device's, or an amount with its unit, ``"20GB"`` or ``"16 GiB"``; see :func:`amount_bytes`."""
+AmountText = Annotated[str, Field(pattern=r"^\s*(\d*[1-9]\d*(\.\d+)?|\d+\.\d*[1-9]\d*)\s*[KMGTkmgt]i?[Bb]\s*$")]
+"""An amount with its unit, for a schema."""
 Ratio = Annotated[float, Field(ge=1e-4, le=1e4)]
 
 Factor = Annotated[float, Field(ge=0, le=1000)]

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
-from gpupipe.config.ranges import Amount
+from gpupipe.config.ranges import Amount, AmountText, gigabytes
 from gpupipe.config.stage import Misfit, PathLike, StageConfig, fits
 
 Scale = Annotated[float, Field(gt=0, le=2.0**126)]
@@ -144,8 +144,15 @@ class TrainingConfig(StageConfig):
         None
     )
     """Settings of :class:`gpupipe.train.AdaptiveGraph`; true: as they are by default. None: no graphs."""
-    recompute: Literal["none", "elementwise", "block"] | Annotated[float, Field(gt=0)] = "none"
-    """What activations are made again in the backward, by :func:`gpupipe.train.recompute`: a policy, or a budget in GB."""
+    recompute: Annotated[
+        Literal["none", "elementwise", "block"] | Annotated[float, Field(gt=0)],
+        BeforeValidator(
+            gigabytes,
+            json_schema_input_type=Literal["none", "elementwise", "block"] | Annotated[float, Field(gt=0)] | AmountText,
+        ),
+    ] = "none"
+    """What activations are made again in the backward, by :func:`gpupipe.train.recompute`: a policy, or a budget for the whole
+    step, in GB or with its unit: ``60.0`` and ``60GB`` are the same."""
     memory: Annotated[
         MemoryConfig | None, BeforeValidator(reserved, json_schema_input_type=bool | float | str | MemoryConfig | None)
     ] = None

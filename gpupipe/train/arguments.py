@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from gpupipe.config.ranges import gigabytes
 from gpupipe.errors import ConfigError
 
 T = TypeVar("T")
@@ -59,6 +60,15 @@ def a_number(value: Any, name: str, fits: str) -> None:
     """A finite number; what else it must be, the caller says in ``fits`` and looks after."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{name} is {shown(value)}", fix=f"{name} is {fits}")
+
+
+def a_budget(value: Any, name: str) -> int:
+    """Bytes of a budget: a number of GB (10^9 bytes), or an amount with its unit such as ``"60GB"``."""
+    fix = "give GB above 0, or an amount with its unit such as '60GB'"
+    found = gigabytes(value)
+    if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < math.inf:
+        raise ConfigError(f"{name}={shown(value)} is no budget", fix=fix)
+    return round(found * 1e9)
 
 
 def a_device(value: Any, name: str = "device") -> torch.device:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map_only
 
 from gpupipe.config.training import PrecisionConfig
@@ -61,13 +63,15 @@ class Precision:
         self.group = group
         self.config = PrecisionConfig.parse(config)
         self.device = a_device(device) if device is not None else resolve_device("auto")
+        if self.device.type == "cuda":
+            self.device = resolve_device(str(self.device))
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.masters: dict[str, torch.Tensor] = {}
         self._low: list[torch.Tensor] = []
         self._trained: dict[int, tuple[str, torch.Tensor]] = {}
         """What :meth:`prepare` returned, by identity, with the parameters' names."""
-        self._stepped = False
-        """Whether a step was taken since the last backward."""
+        self._went_back = self._stepping = False
+        """Whether there was a :meth:`backward` since the last step; whether it is :meth:`step` that steps an optimizer."""
         self._one = torch.ones((), device=self.device)
         self._wide = self._prepared = False
         self.used_scale = self._one
@@ -143,6 +147,9 @@ class Precision:
                 self._trained[id(value)] = (name, value)
         if self.masters:
             on_load(model, self._follow)
+        if self._scaler is not None:
+            hook = register_optimizer_step_pre_hook(functools.partial(_not_alone, weakref.ref(self)))
+            weakref.finalize(self, hook.remove)
         return trained
 
     @torch.no_grad()
@@ -198,7 +205,7 @@ class Precision:
             raise ConfigError(f"scale is {shown(scale)}", fix="give a number, or a tensor of one element")
         if scale is not None and not isinstance(scale, torch.Tensor):
             a_number(scale, "scale", "a number, or a tensor of one element")
-        self._stepped = False
+        self._went_back = True
         if scale is not None:
             (loss * scale).backward()  # type: ignore[no-untyped-call]
         elif self._scaler is not None:
@@ -231,7 +238,8 @@ class Precision:
 
         Raises:
             ConfigError: for an optimizer over other tensors, no gradients at all, a ``clip`` that is no norm, or under a loss
-                scale a second step without a backward of its own, whose gradients have a scale that is gone.
+                scale a step without a :meth:`backward` of its own: gradients of ``loss.backward()`` have no scale, those of
+                another step one that is gone.
         """
         if clip is not None and not (isinstance(clip, int | float) and clip is not True and 0 < clip < math.inf):
             raise ConfigError(f"clip={shown(clip)} is no norm", fix="give a number above 0, or None to shrink nothing")
@@ -241,12 +249,13 @@ class Precision:
         values = [value for own in of_each for value in own if value.grad is not None]
         if not values:
             raise ConfigError("step() without gradients", fix=self._why_none())
-        if self._scaler is not None and self._stepped:
+        if self._scaler is not None and not self._went_back:
             raise ConfigError(
-                "a second step() behind one backward(): the first has moved the loss scale that these gradients have",
-                fix="give both optimizers to one call, step([one, other]), or call backward() before each",
+                "step() with gradients that do not have this loss scale: there was no precision.backward() since the last step()",
+                fix="call precision.backward(loss) in place of loss.backward(); for a second step() behind one backward() give "
+                "both optimizers to one call, step([one, other])",
             )
-        self._stepped = True
+        self._went_back = False
         if self.config.master_weights:
             average([value for own in of_each for value in own], self.group)
             values = [value for own in of_each for value in own if value.grad is not None]
@@ -262,8 +271,12 @@ class Precision:
             shrink(grads, clip, norm)
         if self._scaler is not None:
             _share_what_was_found(self._scaler, stepping)
-            for each in stepping:
-                self._scaler.step(each)
+            self._stepping = True
+            try:
+                for each in stepping:
+                    self._scaler.step(each)
+            finally:
+                self._stepping = False
             self._scaler.update()
             self._bound_scale()
         else:
@@ -340,6 +353,7 @@ class Precision:
         if missing := {"scaler", "masters"} - set(state):
             raise ConfigError(f"this state has no {sorted(missing)[0]!r}", fix="give what Precision.state_dict() returned")
         model = unwrapped(a_model(model))
+        self._went_back = False
         if self._scaler is not None and state["scaler"]:
             self._scaler.load_state_dict(self._scaler.state_dict() | dict(state["scaler"]))
             self._bound_scale()
@@ -355,6 +369,18 @@ class Precision:
             parameters[name].copy_(like(value, parameters[name]))
         for name, master in self.masters.items():
             master.copy_(like(masters.get(name, parameters[name]), master))
+
+
+def _not_alone(known: weakref.ref[Precision], optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuses an optimizer's own step by gradients that are times the loss scale. Called before every optimizer's."""
+    precision = known()
+    if precision is None or precision._stepping or not precision._went_back:
+        return
+    if any(id(value) in precision._trained for group in optimizer.param_groups for value in group["params"][:1]):
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step() by itself, while the gradients are times the loss scale of precision.backward()",
+            fix="call precision.step(optimizer) in place of optimizer.step()",
+        )
 
 
 def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:

@@ -12,14 +12,13 @@ Fuse a model first: fused ops keep little, so that less has to be made again.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, Self, cast, get_args
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -27,11 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from gpupipe.config.ranges import gigabytes
 from gpupipe.errors import ConfigError, DeviceMemoryError
-from gpupipe.train.arguments import a_function, a_model, several, shown
+from gpupipe.train.arguments import a_budget, a_function, a_model, several, shown
 from gpupipe.train.forwards import Replaced, forward_of
 
 Policy = Literal["none", "elementwise", "block"]
+_NO_BACKWARD = "have step do a forward and return its loss, without backward"
 _RUNS = 3
 """Times that a block is run in each way, the first of which only warms up."""
 _HEAVY = (
@@ -97,7 +98,7 @@ class Recompute:
 
 def recompute(
     model: torch.nn.Module,
-    policy: Policy | float,
+    policy: Policy | float | str,
     *,
     step: Callable[[], torch.Tensor] | None = None,
     blocks: Sequence[torch.nn.Module] | None = None,
@@ -105,31 +106,33 @@ def recompute(
     """Has blocks of a model make their activations again in the backward.
 
     Args:
-        policy: for all blocks; or a budget in GB (10^9 bytes) of device memory for the whole step, model, gradients and
-            what the optimizer holds by now included, so plan behind its first step: then each block is timed in each way, and
-            as few as possible are run in the slower ones.
-        step: with a budget: a forward of the largest batch to come, which returns the loss. It is run once with its backward
-            left out, and changes nothing but what a forward changes.
+        policy: for all blocks; or a budget in GB (10^9 bytes), or with its unit such as ``"60GB"``, of device memory for the
+            whole step, model, gradients and what the optimizer holds by now included, so plan behind its first step: then each
+            block is timed in each way, and as few as possible are run in the slower ones.
+        step: with a budget: a forward of the largest batch to come, which returns the loss and does no backward, unlike that of
+            :func:`gpupipe.train.largest_batch`. It is run once, and changes nothing but what a forward changes.
         blocks: default the modules of the model's lists of like ones (``torch.nn.ModuleList``), the outermost.
 
     Raises:
-        ConfigError: for arguments of the wrong kind, an unknown policy, a budget without ``step``, or a model without blocks.
+        ConfigError: for arguments of the wrong kind, an unknown policy, a budget without ``step``, a step with a backward, or a
+            model without blocks.
         DeviceMemoryError: when the budget is too small even with every block made again.
     """
     named = _named(a_model(model), None if blocks is None else _modules(blocks))
-    if isinstance(policy, str):
-        if policy not in get_args(Policy):
-            raise ConfigError(f"recompute={policy!r}", fix="choose 'none', 'elementwise', 'block', or a budget in GB")
-        return Recompute(named, [Choice(name, policy, {}) for name in named], None)
-    if not (type(policy) in (int, float) and 0 < policy < math.inf):
-        raise ConfigError(f"recompute={shown(policy)} is no budget", fix="give GB above 0, or a policy's name")
+    if policy in get_args(Policy):
+        return Recompute(named, [Choice(name, cast(Policy, policy), {}) for name in named], None)
+    if isinstance(policy, str) and isinstance(gigabytes(policy), str):
+        raise ConfigError(
+            f"recompute={policy!r}", fix="choose 'none', 'elementwise', 'block', or a budget in GB such as 60.0 or '60GB'"
+        )
+    budget = a_budget(policy, "recompute")
     if step is not None:
         a_function(step, "step", "does a forward of the largest batch and returns its loss")
     else:
         raise ConfigError(
             "a budget needs a step to measure", fix="give step=lambda: loss_of(model, batch), with the largest batch"
         )
-    return _planned(model, named, int(policy * 1e9), step)
+    return _planned(model, named, budget, step)
 
 
 def _modules(blocks: Any) -> list[torch.nn.Module]:
@@ -267,6 +270,8 @@ def _observed(blocks: dict[str, torch.nn.Module], step: Callable[[], torch.Tenso
         # Nothing is kept in truth: it may be more than there is memory for, which is why a budget is asked for.
         with _kept(counted_only=True) as kept, torch.enable_grad():
             loss = step()
+            if not isinstance(loss, torch.Tensor):
+                raise ConfigError(f"step returned {shown(loss)}, not the loss", fix=_NO_BACKWARD)
             total = kept()
             del loss
     finally:
@@ -351,8 +356,13 @@ def _kept(policy: Policy = "none", *, counted_only: bool = False) -> Iterator[Ca
             pieces.add(tensor)
         return None if counted_only else tensor
 
+    def unpack(tensor: torch.Tensor | None) -> torch.Tensor:
+        if tensor is None:
+            raise ConfigError("step does a backward, of a forward that kept nothing", fix=_NO_BACKWARD)
+        return tensor
+
     watch = _Heavy(pieces) if policy == "elementwise" else None
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):  # type: ignore[arg-type, return-value]
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):  # type: ignore[arg-type]
         if watch is None:
             yield pieces.size_bytes
         else:

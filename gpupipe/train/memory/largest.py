@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,8 @@ from gpupipe.device.inventory import resolve_device
 from gpupipe.device.usage import ran_out, usage
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.telemetry import log
-from gpupipe.train.arguments import a_function, a_number
+from gpupipe.train.arguments import a_budget, a_function
+from gpupipe.train.arguments import whole as whole_number
 from gpupipe.train.memory.tensors import LiveBytes, python_tensors, storages
 from gpupipe.train.recomputing import Policy, recompute
 
@@ -108,9 +109,10 @@ def largest_batch(
     step: Callable[[int], object],
     sizes: Sequence[int],
     *,
-    budget: float | None = None,
+    budget: float | str | None = None,
     model: torch.nn.Module | None = None,
     policies: Sequence[Policy] = ("none",),
+    blocks: Sequence[torch.nn.Module] | None = None,
     multiple: int = 1,
     most: int | None = None,
     margin: float = 0.1,
@@ -125,15 +127,17 @@ def largest_batch(
     fit; on the CPU those of the tensors that live meanwhile.
 
     Args:
-        step: forward and backward of a batch of a size, with random pixels as a rule. Run the optimizer once before, so that
-            what it holds is there. A size is any number that memory follows: tokens, or clips of one shape.
+        step: forward and backward of a batch of a size, with random pixels as a rule; what it returns is let go. Run the
+            optimizer once before, so that what it holds is there. A size is any number that memory follows: tokens, or clips of
+            one shape.
         sizes: two or more small ones to begin with, ascending. Three tell whether memory follows them.
-        budget: GB (10^9 bytes) for all that is in tensors, model and optimizer included. None: what the device has for this
-            process, less ``margin``.
+        budget: GB (10^9 bytes), or an amount with its unit such as ``"60GB"``, for all that is in tensors, model and optimizer
+            included. None: what the device has for this process, less ``margin``.
         model, policies: of recomputing, the cheapest first, to choose from: the first with which ``most`` fits, else the one
             with the largest batch. The model's blocks are left as they were: put the plan's policy on by ``recompute``.
+        blocks: of ``model``, as for ``recompute``; default the modules of its lists of like ones.
         multiple: sizes are multiples of this: tokens of a clip, say.
-        most: a larger size is of no use.
+        most: a larger size is of no use; what is over a multiple is left out.
         margin: share, 0 to 1, of the device's memory that is left for what changes from step to step, and fragmentation;
             without a budget.
         zero_grad: called behind each step: the optimizer's. Gradients that stay are counted as what they are.
@@ -144,12 +148,18 @@ def largest_batch(
         DeviceMemoryError: when not even the first size fits.
     """
     place = resolve_device(str(device))
-    _check(step, sizes, multiple, budget, margin, most, model, policies)
-    bytes_in_all = int(budget * 1e9) if budget is not None else int((1 - margin) * usage(place).reachable)
+    most = _check(step, sizes, multiple, margin, most, model, policies, blocks)
+    bytes_in_all = a_budget(budget, "budget") if budget is not None else int((1 - margin) * usage(place).reachable)
+    checked = False
 
     def clean(size: int) -> object:
+        nonlocal checked
         try:
-            return step(size)
+            if checked:
+                return step(size)
+            checked = True
+            with _with_backward():
+                return step(size)
         finally:
             if zero_grad is not None:
                 zero_grad()
@@ -157,7 +167,8 @@ def largest_batch(
     measure = _on_cuda(place) if place.type == "cuda" else _on_cpu(place)
     plans: list[BatchPlan] = []
     for policy in policies:
-        with recompute(model, policy) if model is not None else nullcontext():
+        # a model without blocks has nothing to be made again, which is all that "none" asks
+        with recompute(model, policy, blocks=blocks) if model is not None and list(policies) != ["none"] else nullcontext():
             plan = fitted(clean, sizes, bytes_in_all, measure, policy=policy, multiple=multiple, most=most)
         if plan is not None:
             log.info("%s", plan)
@@ -172,6 +183,27 @@ def largest_batch(
     best = max(plans, key=lambda plan: plan.size)  # of like ones the first, which makes least again
     others = tuple(plan for plan in plans if plan is not best)
     return BatchPlan(**{**{name: getattr(best, name) for name in BatchPlan.__dataclass_fields__}, "others": others})
+
+
+@contextmanager
+def _with_backward() -> Iterator[None]:
+    """Refuses a step that keeps tensors for a backward and does none: it would seem to fit where it does not."""
+    kept = used = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal kept
+        kept += 1
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal used
+        used += 1
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        yield
+    if kept and not used:
+        raise ConfigError("step does no backward", fix="have step(size) call loss.backward(): most of its memory is for that")
 
 
 def fitted(
@@ -304,12 +336,13 @@ def _check(
     step: Any,
     sizes: Sequence[int],
     multiple: int,
-    budget: float | None,
     margin: float,
     most: int | None,
     model: Any,
     policies: Sequence[Policy],
-) -> None:
+    blocks: Any,
+) -> int | None:
+    """``most``, as a multiple."""
     a_function(step, "step", "runs a batch of a size")
     whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in (*sizes, multiple))
     if len(sizes) < 2 or not whole or list(sizes) != sorted(set(sizes)) or any(size % multiple for size in sizes):
@@ -317,13 +350,13 @@ def _check(
             f"sizes={list(sizes)} are not two or more whole numbers, ascending, that are multiples of {multiple}",
             fix="give small ones that differ enough to show what each unit takes: sizes=(1, 2, 4)",
         )
-    if most is not None and (most < sizes[0] or most % multiple):
-        raise ConfigError(f"most={most} is below sizes or no multiple of {multiple}", fix=f"give a multiple from {sizes[0]} on")
-    if budget is not None:
-        a_number(budget, "budget", "GB above 0")
-        if budget <= 0:
-            raise ConfigError(f"budget={budget!r} is no budget", fix="give GB above 0")
+    if most is not None:
+        whole_number(most, "most", sizes[0])
+        most = most // multiple * multiple
     if not 0 <= margin < 1:
         raise ConfigError(f"margin={margin!r} is no share", fix="give a number from 0 to below 1")
     if not policies or (model is None and list(policies) != ["none"]):
         raise ConfigError(f"policies={list(policies)} without a model", fix="give the model whose blocks they are for")
+    if blocks is not None and model is None:
+        raise ConfigError("blocks without a model", fix="give the model that they are of")
+    return most
