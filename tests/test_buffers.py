@@ -12,8 +12,8 @@ import torch
 from gpupipe import VideoLoader
 from gpupipe.data import tasks
 from gpupipe.device.buffers import BufferPool
-from gpupipe.errors import ConfigError
-from gpupipe.train import PipelineExecutor
+from gpupipe.errors import ConfigError, DeviceError
+from gpupipe.train import PipelineExecutor, Precision
 
 
 def test_what_was_given_back_is_used_again_for_its_shape_alone() -> None:
@@ -131,6 +131,24 @@ def test_memory_that_is_given_back_twice_is_used_by_one_at_a_time() -> None:
 def test_a_tensor_of_another_device_is_refused() -> None:
     with pytest.raises(ConfigError, match="on meta was given back to a pool on cpu"):
         BufferPool("cpu").give_back(torch.empty(8, device="meta"))
+
+
+def test_a_tensor_that_the_pool_did_not_make_is_refused() -> None:
+    """It was handed to others, whatever its owner did with it then."""
+    buffers = BufferPool("cpu")
+    mine, others = buffers.take((8,)), BufferPool("cpu").take((8,))
+    for foreign in (torch.empty(8), others, mine.clone(), None):
+        with pytest.raises(ConfigError, match="was given back to a pool"):
+            buffers.give_back(foreign)  # type: ignore[arg-type]
+    buffers.give_back(mine[2:])
+    assert buffers.held_bytes == 32
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("make", [BufferPool, lambda device: Precision(None, device)])
+def test_a_device_that_is_not_there_is_told(make: Any) -> None:
+    with pytest.raises(DeviceError, match="is not there"):
+        make("cuda")
 
 
 def test_idle_memory_stays_within_its_bound() -> None:

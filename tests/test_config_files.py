@@ -468,12 +468,14 @@ def test_the_schema_agrees_with_the_loader(run: Run, write: Write) -> None:
         "tele_tron: {data_pipeline: {resolution: 64, transform: kinetics_train, frame_sampler: {mode: keyframe}}}",
         "tele_tron: {batch_size: 2, mixed_precision: bf16, cuda_graph: true, recompute: block}",
         "recompute: 60\ncuda_graph: {max_graphs: 3}\nmixed_precision: {dtype: float16, max_scale: 1048576}\nclip: {frames: 3}",
-        "recompute: 60.5 GiB", "tele_tron:", "gpupipe:\n  data_pipeline:", *(path.read_text() for path in SAMPLES.glob("*.yaml")),
+        "recompute: 60.5 GiB",
+        "tele_tron:", "gpupipe:\n  data_pipeline:", *(path.read_text() for path in SAMPLES.glob("*.yaml")),
     ]  # fmt: skip
     bad = [
         "batch: x", "batch: {siz: 1}", "clip: 3", "clip: {frames: 0}", "transform: kinetics", "transform: {hflip: 2}",
         "gpupipe: {batch_size: 3, clip: {}}", "tele_tron: {clip: {}}", "tele_tron: {optical_flow: true}",
-        "tele_tron: {cuda_graph: 3}", "recompute: -1", "recompute: 0GB", "recompute: 60 heaps", "mixed_precision: {dtypes: bf16}",
+        "tele_tron: {cuda_graph: 3}", "recompute: -1", "recompute: 0GB", "recompute: 60 heaps",
+        "mixed_precision: {dtypes: bf16}",
         "cuda_graph: true\ngpupipe: {}", "tele_tron: {data_pipeline: {recompute: block}}", "seed: 1\ngpupipe: {}",
         "gpupipe: {}\ntele_tron: {}", "tele_tron: {batch_size: dynamik}", "tele_tron: {data_pipeline: {transform: kinetics}}",
         "data_pipeline: {}", "tele_tron: {data_pipeline: {frame_sampler: {mode: best}}}", "gpupipe: 3", "- 1",

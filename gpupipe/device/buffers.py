@@ -6,8 +6,9 @@ import functools
 import sys
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from gpupipe.device.inventory import resolve_device
 from gpupipe.device.stream import hand_over
 from gpupipe.errors import ConfigError
 
@@ -30,6 +31,7 @@ class BufferPool:
             noise = buffers.take(batch.video.shape).normal_()
             train_step(batch.video, noise)
             buffers.give_back(noise)
+            del noise  # else it is still held when the next one is taken
 
     A tensor that is given back is used again when nothing else refers to its memory, no view, no graph and no storage either:
     what is still held is never written over. It may be given back while others hold it. On a GPU its next user's stream waits,
@@ -41,7 +43,7 @@ class BufferPool:
     on; here each keeps its place.
 
     Args:
-        device: where the tensors are, as torch has it.
+        device: where the tensors are, as torch has it; a CUDA device that is not there is a DeviceError.
         idle_bytes: most memory that is kept and not in use; beyond it what was given back first is freed. None: no bound.
 
     Attributes:
@@ -52,10 +54,14 @@ class BufferPool:
         import torch
 
         self.device = torch.device(device)
+        if self.device.type == "cuda":
+            resolve_device(str(self.device))
         self.reused = self.made = 0
         self._idle_bytes = idle_bytes
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
+        self._made: dict[int, Any] = {}
+        """Weak references to the memory that was made here, by its address."""
 
     def take(
         self,
@@ -82,7 +88,7 @@ class BufferPool:
             else:
                 self.reused += 1
         if found is None:
-            return torch.empty(shape, dtype=dtype, device=self.device, memory_format=memory_format)
+            return self._new(shape, dtype, memory_format)
         if found.passed is not None:
             hand_over([found.tensor], [found.passed], torch.cuda.current_stream(self.device))
         return found.tensor
@@ -94,14 +100,23 @@ class BufferPool:
         twice or as views, the last is.
 
         Raises:
-            ConfigError: for a tensor of another device.
+            ConfigError: for what is no tensor, or one that this pool did not make.
         """
         import torch
 
         for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor):
+                raise ConfigError(
+                    f"a {type(tensor).__name__} was given back to a pool", fix="give back tensors that take() gave"
+                )
             if tensor.device.type != self.device.type or self.device.index not in (None, tensor.device.index):
                 raise ConfigError(
                     f"a tensor on {tensor.device} was given back to a pool on {self.device}", fix="keep a pool for each device"
+                )
+            if tensor.untyped_storage()._cdata not in self._made:
+                raise ConfigError(
+                    f"a tensor {tuple(tensor.shape)} was given back to a pool that did not make it",
+                    fix="give back what take() of this pool gave, or a view of it",
                 )
         passed = None
         if self.device.type == "cuda":
@@ -126,6 +141,17 @@ class BufferPool:
         """Memory of the tensors that were given back, those that others still refer to included."""
         with self._lock:
             return sum(each.tensor.untyped_storage().nbytes() for each in self._kept)
+
+    def _new(self, shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> torch.Tensor:
+        import torch
+        from torch.multiprocessing.reductions import StorageWeakRef
+
+        made = torch.empty(shape, dtype=dtype, device=self.device, memory_format=memory_format)
+        known = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]
+        with self._lock:
+            self._made = {place: each for place, each in self._made.items() if not each.expired()}
+            self._made[known.cdata] = known
+        return made
 
     def _find(self, shape: tuple[int, ...], dtype: torch.dtype, memory_format: torch.memory_format) -> _Kept | None:
         found = None

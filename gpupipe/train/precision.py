@@ -251,7 +251,7 @@ class Precision:
             raise ConfigError("step() without gradients", fix=self._why_none())
         if self._scaler is not None and not self._went_back:
             raise ConfigError(
-                "step() with gradients that do not have this loss scale: there was no precision.backward() since the last step()",
+                "step() with gradients that lack this loss scale: there was no precision.backward() since the last step()",
                 fix="call precision.backward(loss) in place of loss.backward(); for a second step() behind one backward() give "
                 "both optimizers to one call, step([one, other])",
             )
@@ -378,7 +378,7 @@ def _not_alone(known: weakref.ref[Precision], optimizer: torch.optim.Optimizer, 
         return
     if any(id(value) in precision._trained for group in optimizer.param_groups for value in group["params"][:1]):
         raise ConfigError(
-            f"{type(optimizer).__name__}.step() by itself, while the gradients are times the loss scale of precision.backward()",
+            f"{type(optimizer).__name__}.step() by itself, while gradients are times the loss scale of precision.backward()",
             fix="call precision.step(optimizer) in place of optimizer.step()",
         )
 
