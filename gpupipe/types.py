@@ -362,8 +362,12 @@ class Batch(Mapping[str, "torch.Tensor"]):
 
     @property
     def video(self) -> torch.Tensor:
-        """``batch["video"]``: the clips, (B, C, T, H, W) or (B, T, C, H, W) as configured."""
-        return self._tensors["video"]
+        """``batch["video"]``: the clips, (B, C, T, H, W) or (B, T, C, H, W) as configured.
+
+        Raises:
+            KeyError: where they are packed, ``batch["tokens"]``; it says what there is.
+        """
+        return self["video"]
 
     @property
     def label(self) -> torch.Tensor:

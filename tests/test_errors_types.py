@@ -119,6 +119,8 @@ def test_a_batch_has_its_labels_by_name() -> None:
     assert Batch({"label": labels}).label is labels
     without = Batch({"video": torch.zeros(2, 3)})
     assert getattr(without, "label", None) is None
+    with pytest.raises(KeyError, match="'video': this batch has tokens"):
+        _ = Batch({"tokens": torch.zeros(4, 3)}).video
     with pytest.raises(AttributeError, match="label_from"):
         _ = without.label
     assert "class of each clip" in str(Batch.label.__doc__)

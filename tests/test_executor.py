@@ -220,3 +220,27 @@ def test_overlap_counts_time_once() -> None:
 def test_wrong_numbers_are_named(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=0 is below 1"):
         PipelineExecutor([1], device="cpu", **{name: 0})
+
+
+def test_a_preparation_that_returns_nothing_is_told() -> None:
+    """The loop got None for a batch."""
+    with (
+        PipelineExecutor([1, 2], prepare=lambda number: None, device="cpu") as run,
+        pytest.raises(ConfigError, match="prepare returned None"),
+    ):
+        list(run)
+    assert not threads()
+
+
+def test_an_epoch_is_given_to_the_loader() -> None:
+    class Loader(list[int]):
+        epoch = 0
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+    loader = Loader([1])
+    PipelineExecutor(loader, device="cpu").set_epoch(3)
+    assert loader.epoch == 3
+    with pytest.raises(ConfigError, match="batches is a list, which takes no epoch"):
+        PipelineExecutor([1], device="cpu").set_epoch(3)

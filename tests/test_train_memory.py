@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gpupipe.config.ranges import amount_bytes
 from gpupipe.device import usage as usage_room
 from gpupipe.device.usage import Usage, usage
 from gpupipe.errors import ConfigError, DeviceMemoryError
-from gpupipe.train import memory_report, reserve_memory
+from gpupipe.train import Ema, memory_report, reserve_memory
 from gpupipe.train.memory import pool as pool_room
 from gpupipe.train.memory import report as report_room
 from gpupipe.train.memory.pool import CudaAllocator, set_aside
@@ -213,12 +214,20 @@ def test_kinds_on_the_cpu() -> None:
     assert memory_report(torch.device("cpu"), batch={"video": batch}, mask=batch[:1]).kinds["batch"] == 4000, (
         "a mapping's values"
     )
-    for options in ({"batch": 5}, {"model": "small"}, {"optimizer": model}):
+    for options in ({"batch": 5}, {"model": "small"}, {"optimizer": model}, {"batch": {"video": ["a.mp4"]}}, {"modle": model}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))} is "):
             memory_report("cpu", **options)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"memory_report\(model=model\)"):
+        memory_report(model)  # type: ignore[arg-type]
     assert found.fragmentation is None
     assert {"memory/kind/batch", "memory/peak_used"} <= set(found.as_dict())
     assert "GB" in str(found)
+    assert re.search(r"buffers +0\.001 MB", str(found)), "0.000 GB told nothing"
+    nested = {"video": [batch, {"mask": batch[:9].clone()}], "paths": ["a.mp4"]}
+    deep = memory_report("cpu", optimizer=[optimizer], averages=Ema(model), batch=nested, teacher=model, none=[]).kinds
+    assert deep["optimizer state"] == 2 * size + 4
+    assert (deep["averages"], deep["batch"], deep["none"]) == (size, 4036, 0)
+    assert deep["teacher"] == size + 2 * 4 * 64 + 8
 
 
 @pytest.mark.parametrize(("limit", "total"), [("123456789\n", 123456789), ("max\n", None), (None, None)])

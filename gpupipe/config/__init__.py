@@ -233,6 +233,7 @@ class RemoteConfig(StageConfig):
 class LoaderConfig(StageConfig):
     """Everything about a :class:`gpupipe.VideoLoader` but the videos themselves."""
 
+    beside: ClassVar[tuple[str, ...]] = tuple(OF_THE_STEP)
     elsewhere: ClassVar[dict[str, str]] = {
         **dict.fromkeys(
             ("before", "after", "tokenize"), "give it to VideoLoader itself: functions are no part of a configuration"

@@ -29,6 +29,8 @@ class StageConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
     example: ClassVar[str] = ""
     """How its mapping is written, where that is not plain from the names."""
+    beside: ClassVar[tuple[str, ...]] = ()
+    """Keys that a file may have beside these fields."""
     elsewhere: ClassVar[dict[str, str]] = {}
     """What to write for names that other libraries have, or that belong to another place."""
     unbuilt: ClassVar[dict[str, str]] = {}
@@ -222,8 +224,13 @@ def _right_name(model: type[BaseModel], name: str) -> tuple[str, str | None]:
     if places:
         stages = " or ".join(f"{place.partition('.')[0]}={{{name!r}: …}}" for place in places)
         return f"; did you mean {' or '.join(map(repr, places))}?", f"write {stages}"
-    close = difflib.get_close_matches(name, model.model_fields, n=1, cutoff=0.6)
-    return (f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(model.model_fields)}"), None
+    keys = _keys(model)
+    close = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
+    return (f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(keys)}"), None
+
+
+def _keys(model: type[BaseModel]) -> list[str]:
+    return [*model.model_fields, *(model.beside if issubclass(model, StageConfig) else ())]
 
 
 def _first_sentence(text: str) -> str:
@@ -243,4 +250,4 @@ def _meaning(model: type[BaseModel], place: tuple[int | str, ...]) -> str:
             model = field.annotation
         elif field.description:
             return f"{part}: {_first_sentence(field.description)}"
-    return f"{model.__name__} has {', '.join(model.model_fields)}"
+    return f"{model.__name__} has {', '.join(_keys(model))}"

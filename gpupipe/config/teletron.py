@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, create_model, field_validator
 
 from gpupipe.config import BatchConfig, LoaderConfig, StageConfig, TransformConfig
 from gpupipe.config.stage import UNBUILT, Misfit, fits, names_only
-from gpupipe.config.training import TRAINING_KEYS
+from gpupipe.config.training import OF_THE_STEP, TRAINING_KEYS
 from gpupipe.config.transform import Side
 from gpupipe.errors import ConfigError, Fault
 
@@ -106,6 +106,7 @@ class DataPipelineConfig(StageConfig):
 class _Layout(StageConfig):
     """The whole configuration in TeleTron's layout. Fields that are left out have gpupipe's defaults."""
 
+    beside: ClassVar[tuple[str, ...]] = tuple(OF_THE_STEP)
     elsewhere: ClassVar[dict[str, str]] = _ELSEWHERE
     unbuilt: ClassVar[dict[str, str]] = UNBUILT
 

@@ -176,6 +176,7 @@ class TrainingConfig(StageConfig):
 
 TRAINING_KEYS = frozenset(TrainingConfig.model_fields)
 OF_THE_STEP = dict.fromkeys(
-    TRAINING_KEYS, "it is of the training step: gpupipe.train.TrainingConfig has it, and a file beside the loader's own keys"
+    TrainingConfig.model_fields,
+    "it is of the training step: gpupipe.train.TrainingConfig has it, and a file beside the loader's own keys",
 )
 """What is said of these keys where a loader's are expected."""

@@ -42,7 +42,7 @@ class PipelineExecutor(Generic[T, P]):
 
     Args:
         batches: a loader, or anything else to iterate over; each iteration of the executor iterates over it once.
-        prepare: makes of a batch what the loop gets; None: the batch itself.
+        prepare: makes of a batch what the loop gets, and returns it; None: the batch itself.
         accumulate: batches for each step of the optimizer.
         ahead: batches prepared in advance, beside the one in preparation: each holds its memory.
         device: default the loader's, else the current CUDA device or the CPU.
@@ -164,7 +164,7 @@ class PipelineExecutor(Generic[T, P]):
         return overlap(self.timeline(), PREPARE, TRAIN)
 
     def state_dict(self) -> dict[str, Any]:
-        """The loader's state behind the last step of the optimizer: batches under way do not count, and those handed out for a
+        """The loader's state as of the last step of the optimizer: batches under way do not count, and those handed out for a
         step that is not complete come again.
 
         Raises:
@@ -179,6 +179,17 @@ class PipelineExecutor(Generic[T, P]):
                 fix="use a VideoLoader",
             )
         return dict(self._state)
+
+    def set_epoch(self, epoch: int) -> None:
+        """As :meth:`gpupipe.VideoLoader.set_epoch`: between iterations.
+
+        Raises:
+            ConfigError: when the batches come from what has no epochs.
+        """
+        give = getattr(self._batches, "set_epoch", None)
+        if not callable(give):
+            raise ConfigError(f"batches is a {type(self._batches).__name__}, which takes no epoch", fix="use a VideoLoader")
+        give(epoch)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Gives the loader a state, and ends the iteration that is under way."""
@@ -257,6 +268,8 @@ class _Work(Generic[T, P]):
         if self._stream is not None:
             hand_over(tensors_in(batch), (), self._stream)
         value: Any = batch if self._prepare is None else self._prepare(batch)
+        if value is None and self._prepare is not None:
+            raise ConfigError("prepare returned None", fix="have it return what the loop is to get of the batch")
         if self._timeline is not None and begin is not None:
             self._timeline.add(PREPARE, number, begin, self._timeline.mark())
         ready = self._stream.record_event() if self._stream is not None else None

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized, ValuesView
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
 
 from gpupipe.device.inventory import resolve_device
 from gpupipe.device.usage import usage
+from gpupipe.errors import ConfigError
 from gpupipe.train import arguments
 from gpupipe.train.memory.tensors import python_tensors, storages
 
@@ -66,9 +69,9 @@ class MemoryReport:
         return found | {f"{prefix}kind/{name}": size for name, size in self.kinds.items()}
 
     def __str__(self) -> str:
-        rows = [(name, getattr(self, field)) for field, name in _ROWS.items()]
+        rows = [(name, getattr(self, attribute)) for attribute, name in _ROWS.items()]
         rows += [(f"  {name}", size) for name, size in self.kinds.items()]
-        lines = [f"{name:<34}{size / 1e9:>10.3f} GB" for name, size in rows if size is not None]
+        lines = [f"{name:<34}{_written(size)}" for name, size in rows if size is not None]
         if self.fragmentation is not None:
             lines.append(f"{'fragmentation of the cache':<34}{self.fragmentation:>10.0%}")
         if self.retries is not None:
@@ -96,8 +99,8 @@ def memory_report(
     device: torch.device | str = "auto",
     *,
     model: torch.nn.Module | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    **kinds: Iterable[Any],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+    **kinds: Any,
 ) -> MemoryReport:
     """What memory is used for now, and the most that it was. Does not wait for the device.
 
@@ -107,13 +110,17 @@ def memory_report(
     Args:
         device: as torch has it, or ``auto``. On the CPU the figures are this process's.
         model: counts its ``parameters``, ``buffers`` and ``gradients`` apart.
-        optimizer: its ``optimizer state``.
-        kinds: tensors of further kinds, by name: ``averages=ema.averages.values()``, ``batch=batch``; of a mapping its values.
+        optimizer: its ``optimizer state``; or that of several.
+        kinds: tensors of further kinds, by name: ``averages=ema``, ``batch=batch``, ``teacher=teacher``. Mappings, lists,
+            tuples and dataclasses are looked through; of modules parameters and buffers count, of other objects what their
+            ``state_dict()`` holds.
 
     Raises:
-        ConfigError: for what is no model, optimizer, or tensors.
+        ConfigError: for what is no model or optimizer, or a kind that is not empty and holds no tensors.
         DeviceError: when the device is not there.
     """
+    if not isinstance(device, str | torch.device):
+        raise ConfigError(f"device is {arguments.shown(device)}", fix="name what is to be counted: memory_report(model=model)")
     place = resolve_device(str(device))
     groups = _groups(model, optimizer) | {name: _values(name, values) for name, values in kinds.items()}
     if place.type != "cuda":
@@ -154,7 +161,11 @@ def report_of(
     )
 
 
-def _groups(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | None) -> dict[str, list[Any]]:
+def _written(size: int) -> str:
+    return f"{size / 1e9:>10.3f} GB" if size >= 1e9 else f"{size / 1e6:>10.3f} MB"
+
+
+def _groups(model: torch.nn.Module | None, optimizer: Any) -> dict[str, list[Any]]:
     groups: dict[str, list[Any]] = {}
     if model is not None:
         arguments.a_model(model)
@@ -162,15 +173,43 @@ def _groups(model: torch.nn.Module | None, optimizer: torch.optim.Optimizer | No
         gradients = [each.grad for each in parameters if each.grad is not None]
         groups |= {"parameters": parameters, "buffers": list(model.buffers()), "gradients": gradients}
     if optimizer is not None:
-        arguments.of(torch.optim.Optimizer, optimizer, "optimizer", "give the optimizer itself")
-        groups["optimizer state"] = [value for state in optimizer.state.values() for value in state.values()]
+        several = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+        for each in several:
+            arguments.of(torch.optim.Optimizer, each, "optimizer", "give the optimizer itself, or a list of several")
+        groups["optimizer state"] = list(_tensors_in(several))
     return groups
 
 
-def _values(name: str, values: Any) -> list[Any]:
-    if isinstance(values, torch.Tensor):
-        return [values]
-    return list(arguments.several(values.values() if isinstance(values, Mapping) else values, name, "tensors"))
+def _values(name: str, values: Any) -> list[torch.Tensor]:
+    meant = difflib.get_close_matches(name, ("model", "optimizer"), n=1, cutoff=0.8)
+    if meant and isinstance(values, torch.nn.Module | torch.optim.Optimizer):
+        raise ConfigError(f"{name} is {arguments.shown(values)}", fix=f"did you mean {meant[0]}=…?")
+    found = list(_tensors_in(values))
+    if not found and not (isinstance(values, Sized) and len(values) == 0):
+        raise ConfigError(f"{name} is {arguments.shown(values)}, which holds no tensors", fix=f"give {name} tensors")
+    return found
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    parts: Iterable[Any] = ()
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, torch.nn.Module):
+        parts = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, torch.optim.Optimizer):
+        parts = value.state.values()
+    elif isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque | Iterator | ValuesView):
+        parts = value
+    elif isinstance(value, type):
+        return
+    elif is_dataclass(value):
+        parts = [getattr(value, each.name) for each in fields(value)]
+    elif callable(state := getattr(value, "state_dict", None)):
+        parts = [state()]
+    for part in parts:
+        yield from _tensors_in(part)
 
 
 def _by_kind(groups: Mapping[str, Iterable[Any]], device: torch.device, allocated: int) -> dict[str, int]:
