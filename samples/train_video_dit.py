@@ -21,6 +21,7 @@ import csv
 import hashlib
 import os
 import signal
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 
@@ -33,6 +34,7 @@ from video_dit_options import loader_settings, parse, step_settings, videos_of, 
 from video_latents import Latents
 
 from gpupipe import Batch, VideoLoader
+from gpupipe.errors import GpupipeError
 from gpupipe.train import (
     AdaptiveGraph,
     Ema,
@@ -274,7 +276,11 @@ def main(trainer_of: type[Trainer] = Trainer) -> None:
         if options.device in (None, "auto") and torch.cuda.is_available():
             options.device = f"cuda:{dist.get_node_local_rank()}"
             torch.cuda.set_device(options.device)
-    trainer = trainer_of(options)
+    try:
+        trainer = trainer_of(options)
+    except GpupipeError as error:  # of what was asked for: its own words say what to do, a traceback nothing
+        print(f"train_video_dit.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stopping", True))  # clusters ask before they kill
     with trainer.loader:
         trainer.run()

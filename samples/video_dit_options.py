@@ -56,16 +56,24 @@ def parse(description: str | None) -> argparse.Namespace:
     parser.add_argument("--deterministic", action="store_true", help="the same bits in every run")
     options = parser.parse_args()
     if options.config is not None:
-        told = (yaml.safe_load(options.config.read_text(encoding="utf-8")) or {}).get(OWN) or {}
+        try:
+            read = yaml.safe_load(options.config.read_text(encoding="utf-8")) or {}
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            parser.error(f"--config: {options.config} cannot be read: {error}")
+        told = (read.get(OWN) or {}) if isinstance(read, dict) else None
+        if not isinstance(told, dict):
+            parser.error(f"--config: {options.config} holds no mapping of settings")
         given = {name.replace("-", "_"): value for name, value in told.items()}
         if odd := sorted(set(given) - set(vars(options)) | set(given) & {"config", "videos"}):
             parser.error(f"{options.config}: {OWN} has {odd[0]}, which is no option of this command")
         given |= {name: Path(given[name]) for name in ("out",) if name in given}
         parser.set_defaults(**given)
         options = parser.parse_args()
-    for name in ("steps", "batch", "save_every", "sample_every", "sample_steps"):
+    for name in ("steps", "batch", "save_every", "sample_every", "sample_steps", "vae_at_once", "hidden", "depth", "heads"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} takes a number from 1 on")
+    if options.hidden % (2 * options.heads):
+        parser.error(f"--hidden {options.hidden} makes no heads of an even width: give a multiple of {2 * options.heads}")
     return options
 
 
@@ -100,8 +108,8 @@ def step_settings(options: argparse.Namespace, device: torch.device) -> tuple[Pr
 
 def videos_of(options: argparse.Namespace, rank: int) -> Any:
     """The user's videos, or a set that the first rank makes."""
-    if options.videos:
-        return options.videos
+    if options.videos:  # one by itself: a list may name videos that are not there yet
+        return options.videos[0] if len(options.videos) == 1 else options.videos
     folder = options.out / "clips"
     if rank == 0:
         make_clips(folder, train=10, val=1)

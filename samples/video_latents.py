@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from gpupipe.errors import ConfigError
+
 RANDOM = "random"
 TINY: dict[str, Any] = {
     "base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1, "temperal_downsample": [True, True],
@@ -29,6 +31,7 @@ class Latents:
 
     Raises:
         SystemExit: without diffusers.
+        ConfigError: for an autoencoder that is not there.
     """
 
     def __init__(self, name: str, device: torch.device, at_once: int = 1, **config: Any) -> None:
@@ -42,7 +45,11 @@ class Latents:
                 made = AutoencoderKLWan(**(config or TINY))
         else:
             alone = (Path(name) / "config.json").exists()
-            made = AutoencoderKLWan.from_pretrained(name, **({} if alone else {"subfolder": "vae"}))
+            try:
+                made = AutoencoderKLWan.from_pretrained(name, **({} if alone else {"subfolder": "vae"}))
+            except (OSError, ValueError) as error:
+                reason = " ".join(str(error).split())
+                raise ConfigError(f"--vae {name}: {reason}", fix="give a folder, a model's name, or random") from error
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         made = made.requires_grad_(False).eval().to(device)
         self.vae: Any = made if self.dtype == torch.float32 else made.to(self.dtype)

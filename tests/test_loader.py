@@ -367,6 +367,14 @@ def test_a_wrong_argument_is_named_at_once(folder: Path, fields: dict[str, Any],
     assert not threads()
 
 
+@pytest.mark.parametrize("listed", [["nothere/"], ["nothere"], ["nothere.mp4", "other.mp4"]])
+def test_videos_that_do_not_exist_are_told_where_they_make_no_batch(listed: list[str]) -> None:
+    """A list's files may come later; a folder's misspelt name was said to be one video, too few for a batch."""
+    with pytest.raises(SourceError, match=f"^.*{listed[0]} does not exist"):
+        VideoLoader(listed, **{**SMALL, "batch": 8})
+    assert not threads()
+
+
 def test_a_bad_start_frame_is_named_at_once(folder: Path) -> None:
     with pytest.raises(SourceError, match="start_frame='soon'"):
         VideoLoader([{"path": str(folder / "even/0.mp4"), "start_frame": "soon"}], **{**SMALL, "batch": 1})

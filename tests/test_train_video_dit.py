@@ -251,6 +251,31 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(
     assert "--batch takes a number from 1 on" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nothere/"], "nothere/ does not exist"),
+        (["--config", "nope.yaml"], "nope.yaml cannot be read"),
+        (["--hidden", "100", "--heads", "3"], "give a multiple of 6"),
+        (["VIDEOS", "--vae", "nope"], "--vae nope: "),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(
+    arguments: list[str], says: str, videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """With the exit code of a wrong command line, and no traceback."""
+    if "--vae" in arguments:
+        pytest.importorskip("diffusers")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    given = [str(videos) if argument == "VIDEOS" else argument for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["train_video_dit.py", *given, "--device", "cpu"])
+    with pytest.raises(SystemExit) as ended:
+        train_video_dit.main()
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
 def test_a_budget_of_memory_is_planned_behind_the_first_step(
     videos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from gpupipe.config import LoaderConfig
+from gpupipe.data.bytes import name
 from gpupipe.data.group.base import Group, Grouping, Position
 from gpupipe.data.group.cuts import Cut, Rule
 from gpupipe.data.group.fixed import Fixed
@@ -16,6 +18,9 @@ from gpupipe.telemetry import log
 from gpupipe.types import Entry
 
 __all__ = ["Cut", "Fixed", "Group", "Grouping", "Planned", "Position", "Rule", "group"]
+
+_LOOKED_AT = 64
+"""Videos that are looked for where they make no full batch: a folder's name that is misspelt stands for one of them."""
 
 
 def group(
@@ -49,6 +54,13 @@ def group(
             )
         grouping = Planned(order, config, shapes, item_bytes)
     if grouping.count(0) == 0:
+        for entry in entries[:_LOOKED_AT]:
+            if entry.held is None and name.is_local(entry.path) and not os.path.lexists(entry.path):
+                raise SourceError(
+                    f"{entry.path} does not exist, and {len(entries)} videos make no full batch of {config.batch.size}",
+                    fix="check the path; relative ones start at the working directory",
+                    path=entry.path,
+                )
         raise ConfigError(
             f"{len(entries)} videos over {order.world_size} rank(s) make no full batch of {config.batch.size}",
             fix="use a smaller batch, more videos, or batch={'size': …, 'last': 'partial'}"

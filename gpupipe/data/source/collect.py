@@ -44,7 +44,8 @@ _NO_VIDEOS = (".txt", ".tsv", ".json", ".yaml", ".yml", ".xml", ".xlsx", ".npy",
 def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -> list[Entry]:
     """Lists the videos in a fixed order: as given, folders and globs sorted by path.
 
-    Files inside a list or a table are not looked at here: a missing one is a bad file, met when its turn comes.
+    Files inside a list or a table are not looked at here: a missing one is a bad file, met when its turn comes. Of a list's
+    items those are that name no single video: folders by their slash, tables, shards.
 
     Args:
         columns: what is to be read of a Parquet table besides path, label and ``start_frame``; other tables are read whole.
@@ -142,7 +143,7 @@ def _one(item: Any, config: SourceConfig, columns: Sequence[str], *, must_exist:
         raise SourceError(f"{path} is not a regular file", fix="give a file, a folder, a glob or a table")
     if must_exist and os.path.lexists(path):
         raise SourceError(f"{path} is a link that leads nowhere, or in a circle", fix="mend it, or name the file itself")
-    if must_exist or path.lower().endswith(TABLES) or is_shard(path):
+    if must_exist or path.endswith("/") or path.lower().endswith(TABLES) or is_shard(path):
         raise SourceError(f"{path} does not exist", fix="check the path; relative ones start at the working directory")
     return [Entry(path)]
 
