@@ -243,6 +243,8 @@ def shared() -> dict[str, Any]:
     copied = copy.deepcopy(theirs)
     with torch.no_grad():
         found["copy"] = float((copied(x) - others()(x)).abs().max())
+        found["compiled"] = float((torch.compile(copied, backend="eager")(x) - others()(x)).abs().max())
+        found["none"] = list(copied(x[:0]).shape)
         copied[0].attn.qkv.weight.zero_()  # type: ignore[union-attr, operator]
         found["own weights"] = float((theirs(x) - others()(x)).abs().max())
     x.requires_grad_()

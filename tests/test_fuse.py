@@ -201,6 +201,15 @@ def test_what_only_looks_alike_is_left(module: nn.Module, why: str) -> None:
     assert not is_fused(module)
 
 
+@pytest.mark.parametrize("way", [Attention, Block, MyRMS, lambda: MyMlp(functional.silu), lambda: nn.GroupNorm(2, SIZE)])
+def test_a_batch_of_no_clips_is_one(way: Callable[[], nn.Module]) -> None:
+    """As where a filter left none of a part: the module that was written takes it."""
+    module = way()
+    fuse(module)
+    out, grad, *_ = step(module, torch.empty(0, SIZE, SIZE))
+    assert out.shape == grad.shape == (0, SIZE, SIZE)
+
+
 def test_the_module_stays_what_it_was() -> None:
     """Its class is a subclass with the same name; unfused, it is of the class it was."""
     block = Block()

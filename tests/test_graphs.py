@@ -559,3 +559,33 @@ def test_a_capture_that_another_thread_spoils_is_no_fault_of_the_call(monkeypatc
     graph = AdaptiveGraph(model, **AT_ONCE)
     train(model, graph, inputs(12))
     assert len(graph.report().failures) == 1, "but not for ever"
+
+
+def test_inputs_that_share_memory_are_followed_where_one_is_written_to() -> None:
+    """Each is a copy in a graph: what the call writes to the one would not show in the other."""
+
+    def shifts(written: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        written.add_(1.0)
+        return read * 2
+
+    graph = AdaptiveGraph(shifts, **OPTIONS)
+    for apart in (True, False):
+        for _ in range(10):
+            memory = torch.zeros(8)
+            out = graph(memory[:4], torch.zeros(4) if apart else memory[2:6])
+            assert out.tolist() == ([0.0] * 4 if apart else [2.0, 2.0, 0.0, 0.0])
+            assert memory.tolist() == [1.0] * 4 + [0.0] * 4
+    assert graph.report().hits >= 3, "those that lie apart are replayed"
+
+
+def test_numbers_are_told_apart_by_their_bits() -> None:
+    def divides(x: torch.Tensor, by: float) -> torch.Tensor:
+        return x / by
+
+    graph = AdaptiveGraph(divides, **OPTIONS)
+    one = torch.ones(2)
+    for _ in range(10):
+        assert graph(one, 0.0).tolist() == [torch.inf] * 2
+        assert graph(one, -0.0).tolist() == [-torch.inf] * 2
+        assert graph(one, float("nan")).isnan().all()
+    assert graph.report().graphs == 3

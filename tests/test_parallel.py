@@ -146,6 +146,8 @@ def test_layers_that_share_a_weight_share_it_split(two: Found) -> None:
 def test_a_split_model_can_be_copied(two: Found) -> None:
     assert two["shared"]["copy"] < ALIKE
     assert two["shared"]["own weights"] < ALIKE
+    assert two["shared"]["compiled"] < ALIKE, "and compiled, but for what is split"
+    assert two["shared"]["none"] == [0, 6, 24], "a batch of no clips"
 
 
 @pytest.mark.timeout(250)

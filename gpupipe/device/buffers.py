@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     import torch
 
 
+_IN_USE = 256
+"""Tensors that others hold and that the pool looks at all the same, about: whoever keeps thousands gets them for good."""
+
+
 @dataclass
 class _Kept:
     tensor: torch.Tensor
@@ -36,7 +40,7 @@ class BufferPool:
     A tensor that is given back is used again when nothing else refers to its memory, no view, no graph and no storage either:
     what is still held is never written over. It may be given back while others hold it. On a GPU its next user's stream waits,
     on the device, until the stream that was current at ``give_back`` has passed that point. One that is dropped instead is
-    freed as any tensor is.
+    freed as any tensor is, and so are the oldest of those that are held by the hundred.
 
     What it saves: on the CPU the system's clearing of fresh pages, which takes several times as long as to fill memory that is
     there. On a GPU torch's allocator knows no shapes: where these alternate, it cuts blocks up and finds none that fits later
@@ -61,7 +65,8 @@ class BufferPool:
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
         self._made: dict[int, Any] = {}
-        """Weak references to the memory that was made here, by its address."""
+        """Weak references to the memory that was made here, by its address; those of what is gone linger a while."""
+        self._look_at = _IN_USE
 
     def take(
         self,
@@ -149,7 +154,9 @@ class BufferPool:
         made = torch.empty(shape, dtype=dtype, device=self.device, memory_format=memory_format)
         known = StorageWeakRef(made.untyped_storage())  # type: ignore[no-untyped-call]
         with self._lock:
-            self._made = {place: each for place, each in self._made.items() if not each.expired()}
+            if len(self._made) >= self._look_at:  # not each time: there may be thousands
+                self._made = {place: each for place, each in self._made.items() if not each.expired()}
+                self._look_at = 2 * len(self._made) + _IN_USE
             self._made[known.cdata] = known
         return made
 
@@ -171,6 +178,10 @@ class BufferPool:
         return found
 
     def _trim(self) -> None:
+        if len(self._kept) > 2 * _IN_USE:
+            in_use = [each for each in self._kept if not _is_alone(each.tensor)]
+            for_good = {id(each) for each in in_use[:-_IN_USE]}
+            self._kept = [each for each in self._kept if id(each) not in for_good]
         if self._idle_bytes is None:
             return
         idle = [each for each in self._kept if _is_alone(each.tensor)]

@@ -201,6 +201,9 @@ class AdaptiveGraph:
         if seen.graphed is None:
             self._judge()
             return self._looked_on_at(kind, args, kwargs)
+        if not seen.graphed.fits(tensors):
+            self._fail("an argument that is written to shares memory with another one")
+            return self._plainly(*args, **kwargs)
         self._hits += 1
         self._late_hits += late
         self._launches += seen.graphed.launches

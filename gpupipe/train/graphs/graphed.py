@@ -14,7 +14,7 @@ from gpupipe.errors import GraphError
 from gpupipe.train.graphs.gradients import Observed, copies
 from gpupipe.train.graphs.leaves import Leaves
 from gpupipe.train.graphs.recorder import NotCaptured, Recorder, Recording
-from gpupipe.train.graphs.signature import Opaque, apart, together
+from gpupipe.train.graphs.signature import Opaque, apart, shares_memory, together
 
 
 class Pending:
@@ -158,6 +158,10 @@ class Graphed:
     def launches(self) -> int:
         """Of a forward and its backward."""
         return self._forward.launches + (self._backward.launches if self._backward is not None else 0)
+
+    def fits(self, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether no input that the call writes to shares memory with another one, in which that would have to show."""
+        return not self._changed or not shares_memory(self._changed, inputs)
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Replays it for a call's tensors, in order."""

@@ -38,6 +38,8 @@ def apart(value: Any, found: list[torch.Tensor]) -> Hashable:
         return type(value), tuple((name, apart(part, found)) for name, part in value.items())
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         return type(value), tuple(apart(part, found) for part in value)
+    if isinstance(value, float | complex):  # 0.0 equals -0.0, and a NaN nothing
+        return type(value), repr(value)
     if type(value) in _VALUES:
         return type(value), value
     raise Opaque(f"a {type(value).__module__}.{type(value).__qualname__}")
@@ -67,6 +69,22 @@ def unfit(tensors: Sequence[torch.Tensor], device: torch.device) -> str | None:
     if len({tensor.data_ptr() for tensor in tensors if tensor.numel()}) < sum(tensor.numel() > 0 for tensor in tensors):
         return "one tensor twice among the arguments: what is written to the one would have to show in the other"
     return None
+
+
+def shares_memory(places: Sequence[int], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether one of the tensors at these places may share memory with another one, told by where each begins and ends."""
+    spans = []
+    for each in tensors:
+        steps = sum((size - 1) * stride for size, stride in zip(each.shape, each.stride(), strict=True))
+        spans.append(
+            (each.data_ptr(), each.data_ptr() + (steps + 1) * each.element_size() if each.numel() else each.data_ptr())
+        )
+    return any(
+        spans[place][0] < end and start < spans[place][1]
+        for place in places
+        for other, (start, end) in enumerate(spans)
+        if other != place
+    )
 
 
 def _kind(tensor: torch.Tensor) -> Hashable:

@@ -54,8 +54,12 @@ class State:
 
 
 class Split(nn.Module):
-    """A way through a module on its shards, or on what is gathered from all."""
+    """A way through a module on its shards, or on what is gathered from all.
 
+    ``torch.compile`` leaves it as it is and compiles what is around it: it cannot follow DTensors' placements.
+    """
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state: State = self.__dict__[STATE]
         own: Any = self

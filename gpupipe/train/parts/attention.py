@@ -20,7 +20,7 @@ Sides = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def headed(x: torch.Tensor, heads: int) -> torch.Tensor:
     """(..., heads * dim) as (..., heads, dim)."""
-    return x.view(*x.shape[:-1], heads, -1)
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)  # no -1: there may be no clips
 
 
 def project(x: torch.Tensor, layers: tuple[Any, Any, Any], heads: int, *, packed: bool) -> Packed:

@@ -117,7 +117,7 @@ class FusedSelfAttention(Fused):
         if len(layers) == 3:
             qkv = project(x, (layers[0], layers[1], layers[2]), heads, packed=norm.startswith("rms"))
         else:
-            qkv = layers[0](x).view(*x.shape[:-1], 3, heads, -1)
+            qkv = layers[0](x).unflatten(-1, (3, heads, -1))  # no view(…, -1): there may be no clips
         q_norm, k_norm = (getattr(self, name, None) for name in _NORMS)
         made = attended(*normed_and_turned(qkv, norm, q_norm, k_norm, None, None))
         for name in settings["behind"]:
