@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from gpupipe.config.training import PrecisionConfig
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError
+from gpupipe.ops.sharded import is_sharded
 from gpupipe.train.arguments import a_device, a_mapping, a_model, a_number, a_tensor, of, shown
 from gpupipe.train.loading import Taken, on_load, renamed, unwrapped
 from gpupipe.train.made import MADE, reduced
@@ -313,6 +314,17 @@ class Precision:
             taken |= {id(value) for value in values}
             names = [(self._trained[id(value)][0], value) for value in values if id(value) in self._trained]
             self._taken.check((name, own.get(name, value)) for name, value in names)
+        self._check_shards(taken, [value for each in optimizers for group in each.param_groups for value in group["params"]])
+
+    def _check_shards(self, taken: set[int], values: Sequence[torch.Tensor]) -> None:
+        """Refuses tensors of an optimizer that are what shards were made of, where it does not have those."""
+        lost = {value.shape: name for name, value in self._trained.values() if is_sharded(value) and id(value) not in taken}
+        for value in values if lost else ():
+            if value.shape in lost and not is_sharded(value) and id(value) not in self._trained:
+                raise ConfigError(
+                    f"an optimizer is over a tensor {tuple(value.shape)} that was split since, as {lost[value.shape]!r} is",
+                    fix="make the optimizer after tensor_parallel and fully_shard, over what precision.prepare(model) returned",
+                )
 
     def _why_none(self) -> str:
         return (

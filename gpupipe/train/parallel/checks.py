@@ -36,7 +36,7 @@ def untouched(model: nn.Module) -> None:
         by = taken_by(value)
         if by is not None:
             raise ConfigError(
-                f"{by} has been given {name!r} already, and would go on with the tensor that is split now",
+                f"{by} has been given {name!r} already, and would go on with what the model had before the split",
                 fix=f"make the model anew, and call tensor_parallel before {by} and before the optimizer",
             )
 

@@ -168,7 +168,7 @@ class SequenceParallel:
             dim = ("frames", "rows")[self._axis]
             raise ShapeError(  # on all ranks: the last one alone would see it in its tables, and the others wait for it
                 f"{self.ranks} ranks have {own[self._axis]} {dim} each, and rope has {rope.lengths[self._axis]} positions",
-                fix="did you forget sequence.own(x, dim) round what the model gets? Else make tables for all ranks' tokens",
+                fix="did you forget own(x, dim) round what the model gets? Else make tables for the tokens of all ranks",
             )
         across = ("temporal", "spatial")[self._axis]
         if axis not in (across, "full"):  # each rank has all that its tokens look at
