@@ -10,14 +10,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parallel_cases import case, clips, dit, main, others, world
+from parallel_cases import case, clips, dit, furthest, main, others, world
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from video_dit import flow_loss
 
 from gpupipe.errors import GpupipeError
 from gpupipe.train import AdaptiveGraph, Ema, GridAttention, Precision, recompute
-from gpupipe.train.parallel import load_whole, optimizer_state, sequence_parallel, tensor_parallel, whole
+from gpupipe.train.parallel import (
+    load_optimizer_state,
+    load_whole,
+    optimizer_state,
+    param_groups,
+    sequence_parallel,
+    tensor_parallel,
+    whole,
+)
 
 
 def told(call: Callable[[], Any]) -> list[str]:
@@ -131,7 +141,13 @@ def late() -> dict[str, Any]:
     report = tensor_parallel(model, world())
     precision = Precision({"dtype": "float32"}, "cpu")
     precision.prepare(model)
-    return {"split": len(report.split), "stale": told(lambda: precision.step(optimizer))}
+    sharded, taken = others(), Precision({"dtype": "float32"}, "cpu")
+    over, averages = torch.optim.AdamW(taken.prepare(sharded)), Ema(sharded)
+    fully_shard(sharded)
+    return {
+        "split": len(report.split), "stale": told(lambda: precision.step(optimizer)),
+        "sharded": told(lambda: taken.step(over)), "averages": told(averages.update),
+    }  # fmt: skip
 
 
 @case
@@ -160,6 +176,38 @@ def meshes() -> dict[str, Any]:
         "model": told(lambda: whole(attention)),
         "order": told(lambda: optimizer_state(torch.optim.SGD(attention.parameters()), attention)),  # type: ignore[arg-type]
     }
+
+
+@case
+def documented() -> dict[str, Any]:
+    """The loop and the checkpoint of docs/parallel.md: float32 copies of a split model, saved whole, taken up by another."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+
+    def made() -> tuple[nn.Module, Precision, torch.optim.Optimizer]:
+        model = dit()
+        tensor_parallel(model, mesh["tp"])
+        precision = Precision({"dtype": "bfloat16", "master_weights": True}, "cpu", group=mesh["dp"].get_group())
+        return model, precision, torch.optim.AdamW(param_groups(precision.prepare(model)), lr=1e-3, fused=True)
+
+    def step(model: nn.Module, precision: Precision, optimizer: torch.optim.Optimizer, number: int) -> None:
+        with precision.autocast():
+            loss = flow_loss(model, *clips(number))
+        precision.backward(loss)
+        precision.step(optimizer, clip=1.0)
+
+    one, other = made(), made()
+    for number in range(2):
+        step(*one, number)
+    model, precision, optimizer = one
+    states = whole(model.state_dict()), optimizer_state(model, optimizer, precision.masters), whole(precision.state_dict())
+    model, precision, optimizer = other
+    load_whole(model, states[0])
+    load_optimizer_state(model, optimizer, states[1], precision.masters)
+    precision.load_state_dict(states[2], model)
+    step(*one, 2)
+    step(*other, 2)
+    ends = [whole(dict(each[1].masters)) for each in (one, other)]
+    return {"further": furthest(*ends), "trained": furthest(ends[0], states[2]["masters"])}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from torch import nn
 from gpupipe.errors import ConfigError
 from gpupipe.train import Ema, Precision
 
-CASES = ("refused", "accepted", "late", "inputs", "meshes")
+CASES = ("refused", "accepted", "late", "inputs", "meshes", "documented")
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +64,14 @@ def test_an_optimizer_made_before_the_split_is_refused(found: dict[str, Any]) ->
     """It stepped tensors that the model had no more, and training went on without a word."""
     assert found["late"]["split"]
     assert all("an optimizer is over a tensor" in said for said in found["late"]["stale"])
+    assert all("another tensor now than Precision.prepare was given" in said for said in found["late"]["sharded"])
+    assert all("another tensor now than Ema was given" in said for said in found["late"]["averages"])
+
+
+@pytest.mark.timeout(150)
+def test_the_documented_checkpoint_of_a_split_model_goes_on(found: dict[str, Any]) -> None:
+    assert found["documented"]["trained"] > 1e-4
+    assert found["documented"]["further"] < 1e-5
 
 
 @pytest.mark.timeout(150)
