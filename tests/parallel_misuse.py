@@ -160,7 +160,14 @@ def inputs() -> dict[str, Any]:
     model = split()
     torch.manual_seed(dist.get_rank())
     model(torch.randn(2, 6, 24))
-    return {"lines": [line for line in lines if "runs whole" in line]}
+    attention = GridAttention(24, heads=2, axis="full")
+    sequence = sequence_parallel(attention, world())
+    x = torch.randn(1, 16, 24)
+    for _ in range(2):
+        attention(x, (4, 2, 2))
+    sequence = sequence_parallel(attention, world())
+    attention(sequence.own(x, 1), (4, 2, 2))
+    return {"lines": [line for line in lines if "runs whole" in line], "own": [line for line in lines if "own(" in line]}
 
 
 @case

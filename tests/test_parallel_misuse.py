@@ -81,6 +81,12 @@ def test_a_failed_check_names_unlike_ranks_as_a_cause(found: dict[str, Any]) -> 
 
 
 @pytest.mark.timeout(150)
+def test_tokens_that_nobody_shared_out_are_told_of_once(found: dict[str, Any]) -> None:
+    """Without rotary tables nothing else shows that all ranks have the same tokens."""
+    assert found["inputs"]["own"] == ["each of 2 ranks has all tokens of the grid (4, 2, 2): did you forget own(x, dim)?"]
+
+
+@pytest.mark.timeout(150)
 @pytest.mark.parametrize(
     ("call", "says"),
     [

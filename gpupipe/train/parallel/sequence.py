@@ -23,6 +23,7 @@ from gpupipe.ops.rotary import Norm
 from gpupipe.ops.settings import Precision
 from gpupipe.ops.sharded import is_sharded
 from gpupipe.ops.sharded.collectives import all_gathered, exchanged
+from gpupipe.telemetry import log
 from gpupipe.train import arguments
 from gpupipe.train.parallel.checks import other_ranks
 from gpupipe.train.parallel.plans import attends
@@ -110,6 +111,8 @@ class SequenceParallel:
         self._group = line(mesh, "sp").get_group()
         self._axis = 0 if along == "time" else 1
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
+        self._told = self.ranks == 1
+        """Whether somebody has called :meth:`own`, or has been asked whether they forgot it."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # copies of a model are split between the same ranks
@@ -124,6 +127,7 @@ class SequenceParallel:
             raise ShapeError(
                 f"dimension {dim} of {tuple(x.shape)} for {self.ranks} ranks", fix=f"a size that is a multiple of {self.ranks}"
             )
+        self._told = True
         return x.chunk(self.ranks, dim)[self.rank]
 
     def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -170,6 +174,9 @@ class SequenceParallel:
                 f"{self.ranks} ranks have {own[self._axis]} {dim} each, and rope has {rope.lengths[self._axis]} positions",
                 fix="did you forget own(x, dim) round what the model gets? Else make tables for the tokens of all ranks",
             )
+        if not self._told and own == tuple(grid):
+            self._told = True
+            log.warning("each of %d ranks has all tokens of the grid %s: did you forget own(x, dim)?", self.ranks, own)
         across = ("temporal", "spatial")[self._axis]
         if axis not in (across, "full"):  # each rank has all that its tokens look at
             return ops.attention(
