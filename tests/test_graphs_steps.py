@@ -17,7 +17,7 @@ from torch import nn
 
 from gpupipe import ops
 from gpupipe.errors import ConfigError
-from gpupipe.train import fuse
+from gpupipe.train import Ema, Precision, fuse, recompute
 from gpupipe.train.graphs import AdaptiveGraph, adaptive
 from gpupipe.train.graphs.signature import Inside
 
@@ -346,3 +346,43 @@ def test_a_look_at_two_thousand_modules_costs_little() -> None:
         look()
         times.append(time.perf_counter() - begin)
     assert min(times) < 3e-3
+
+
+@pytest.mark.parametrize("master_weights", [False, True])
+def test_graphs_go_before_or_behind_precision_and_optimizer(master_weights: bool) -> None:
+    """As docs/runtime.md has it: with layers made again and a checkpoint loaded on the way, both give what no graph gives."""
+
+    def trained(installed: str) -> tuple[list[float], int]:
+        model = net()
+        graph = AdaptiveGraph(model, **OPTIONS)
+        if installed == "before":
+            graph.installed()
+        precision = Precision({"dtype": "bfloat16", "master_weights": master_weights}, "cpu")
+        optimizer = torch.optim.AdamW(precision.prepare(model), lr=1e-2)
+        averages = Ema(model, weights=precision.masters)
+        if installed == "behind":
+            graph.installed()
+        start = copy.deepcopy((model.state_dict(), optimizer.state_dict(), precision.state_dict(), averages.state_dict()))
+        losses = []
+        for step, batch in enumerate(batches()):
+            if step == 10:
+                recompute(model, "block", blocks=[model[0], model[2]])
+            if step == 20:
+                model.load_state_dict(start[0])
+                optimizer.load_state_dict(start[1])
+                precision.load_state_dict(start[2], model)
+                averages.load_state_dict(start[3])
+            with precision.autocast():
+                loss = model(batch).float().square().mean()
+            precision.backward(loss)
+            precision.step(optimizer, clip=1.0)
+            averages.update()
+            losses.append(float(loss.detach()))
+        return losses + [float(value.sum()) for value in averages.averages.values()], graph.report().hits
+
+    expected, none = trained("never")
+    assert none == 0
+    for order in ("before", "behind"):
+        found, hits = trained(order)
+        assert hits > 10
+        assert found == pytest.approx(expected, rel=1e-5)

@@ -11,7 +11,7 @@ from torch import nn
 
 from gpupipe.errors import ConfigError
 from gpupipe.train.arguments import a_mapping, a_model, a_number, of
-from gpupipe.train.loading import on_load, renamed, unwrapped
+from gpupipe.train.loading import Taken, on_load, renamed, unwrapped
 from gpupipe.train.shards import like, locals_of
 
 
@@ -63,10 +63,16 @@ class Ema:
         """Takes a model's parameters as those to average."""
         self._parameters = {name: value for name, value in model.named_parameters() if value.is_floating_point()}
         self._weights = {**self._parameters, **self._given}
+        self._taken = Taken(model, "Ema")
 
     @torch.no_grad()
     def update(self) -> None:
-        """Takes the weights as they are now into the average."""
+        """Takes the weights as they are now into the average.
+
+        Raises:
+            ConfigError: where the model has other tensors for its parameters than it had when this was made.
+        """
+        self._taken.check(self._parameters.items())
         decay = min(self.decay, (1 + self.steps) / (10 + self.steps))
         self.steps += 1
         now = [self._weights[name].detach() for name in self.averages]

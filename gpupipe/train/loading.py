@@ -1,4 +1,5 @@
-"""What is to be done when a model has loaded other weights; a model, and its parameters' names, without what wraps it."""
+"""What is to be done when a model has loaded other weights, or has other tensors for them; a model, and its parameters' names,
+without what wraps it."""
 
 from __future__ import annotations
 
@@ -6,11 +7,18 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from gpupipe.errors import ConfigError
+from gpupipe.ops.sharded import is_sharded
 
 T = TypeVar("T")
 _WRAPPED = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 _OUTERMOST = "module."
+_users = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+"""By parameters: who took them."""
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -62,3 +70,49 @@ def _nothing_hook() -> Callable[[nn.Module, Any], None]:
 
 def _nothing(_: nn.Module, __: Any) -> None:
     pass
+
+
+class Taken:
+    """A model's parameters as somebody took them, to notice when the model has other tensors in their places: whatever is done
+    with the former ones does nothing to it then. DTensors are let pass: ``fully_shard`` changes those to and fro.
+
+    Args:
+        model: whose parameters they are; None for nobody's.
+        by: who took them, as messages name it.
+    """
+
+    def __init__(self, model: nn.Module | None = None, by: str = "") -> None:
+        self._model, self._by = weakref.ref(model) if model is not None else None, by
+        self._places: dict[int, tuple[dict[str, Any], str, torch.Tensor]] = {}
+        for module in model.modules() if model is not None else ():
+            for last, value in module._parameters.items():
+                if value is not None and not is_sharded(value):
+                    self._places.setdefault(id(value), (module._parameters, last, value))
+                    _users[value] = by
+
+    def __reduce__(self) -> Any:
+        return Taken, ()  # copies are of other models
+
+    def check(self, values: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Looks whether parameters, given with their names, are the model's still.
+
+        Raises:
+            ConfigError: where it has others.
+        """
+        for name, value in values:
+            holder, last, taken = self._places.get(id(value), ({}, "", None))
+            if taken is value and holder.get(last) is not value and not self._elsewhere(value):
+                raise ConfigError(
+                    f"{name!r} is another tensor now than {self._by} was given: the model would stay as it is",
+                    fix=f"tensor_parallel, fully_shard and load_state_dict(assign=True) go before {self._by} and the optimizer",
+                )
+
+    def _elsewhere(self, value: torch.Tensor) -> bool:
+        """Whether the model has it in another place, as a parametrization puts it."""
+        model = self._model() if self._model is not None else None
+        return model is None or any(value is one for one in model.parameters())
+
+
+def taken_by(value: torch.Tensor) -> str | None:
+    """Who took a parameter, such as an optimizer's: who puts another in its place should know."""
+    return _users.get(value)  # type: ignore[no-untyped-call, no-any-return]

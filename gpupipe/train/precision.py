@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_map_only
 from gpupipe.config.training import PrecisionConfig
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError
+from gpupipe.ops.sharded import is_sharded
 from gpupipe.train.arguments import a_device, a_mapping, a_model, a_number, a_tensor, of, shown
-from gpupipe.train.loading import on_load, renamed, unwrapped
+from gpupipe.train.loading import Taken, on_load, renamed, unwrapped
 from gpupipe.train.made import MADE, reduced
 from gpupipe.train.shards import Scaler, average, is_fully_sharded, like, locals_of, total_norm
 from gpupipe.train.shards import clip as shrink
@@ -70,6 +71,7 @@ class Precision:
         self._low: list[torch.Tensor] = []
         self._trained: dict[int, tuple[str, torch.Tensor]] = {}
         """What :meth:`prepare` returned, by identity, with the parameters' names."""
+        self._taken = Taken()
         self._went_back = self._stepping = False
         """Whether there was a :meth:`backward` since the last step; whether it is :meth:`step` that steps an optimizer."""
         self._one = torch.ones((), device=self.device)
@@ -145,6 +147,7 @@ class Precision:
             else:
                 trained.append(value)
                 self._trained[id(value)] = (name, value)
+        self._taken = Taken(model, "Precision.prepare")
         if self.masters:
             on_load(model, self._follow)
         if self._scaler is not None:
@@ -237,9 +240,9 @@ class Precision:
             The gradients' norm before that, a float32 scalar on the device. Where it is not finite the step was left out.
 
         Raises:
-            ConfigError: for an optimizer over other tensors, no gradients at all, a ``clip`` that is no norm, or under a loss
-                scale a step without a :meth:`backward` of its own: gradients of ``loss.backward()`` have no scale, those of
-                another step one that is gone.
+            ConfigError: for an optimizer over other tensors, or over those that were the model's before it was given others, no
+                gradients at all, a ``clip`` that is no norm, or under a loss scale a step without a :meth:`backward` of its
+                own: gradients of ``loss.backward()`` have no scale, those of another step one that is gone.
         """
         if clip is not None and not (isinstance(clip, int | float) and clip is not True and 0 < clip < math.inf):
             raise ConfigError(f"clip={shown(clip)} is no norm", fix="give a number above 0, or None to shrink nothing")
@@ -293,7 +296,8 @@ class Precision:
         """Refuses optimizers that would not move what was prepared, before anything is changed."""
         if not self._prepared:
             raise ConfigError("step() before prepare()", fix="make the optimizer over what precision.prepare(model) returns")
-        low = {id(value): name for name, value in zip(self.masters, self._low, strict=True)}
+        own = dict(zip(self.masters, self._low, strict=True))
+        low = {id(value): name for name, value in own.items()}
         taken: set[int] = set()
         for number, each in enumerate(optimizers):
             values = [value for group in each.param_groups for value in group["params"]]
@@ -320,6 +324,19 @@ class Precision:
                     fix="give each optimizer a part of its own of what precision.prepare(model) returned",
                 )
             taken |= {id(value) for value in values}
+            names = [(self._trained[id(value)][0], value) for value in values if id(value) in self._trained]
+            self._taken.check((name, own.get(name, value)) for name, value in names)
+        self._check_shards(taken, [value for each in optimizers for group in each.param_groups for value in group["params"]])
+
+    def _check_shards(self, taken: set[int], values: Sequence[torch.Tensor]) -> None:
+        """Refuses tensors of an optimizer that are what shards were made of, where it does not have those."""
+        lost = {value.shape: name for name, value in self._trained.values() if is_sharded(value) and id(value) not in taken}
+        for value in values if lost else ():
+            if value.shape in lost and not is_sharded(value) and id(value) not in self._trained:
+                raise ConfigError(
+                    f"an optimizer is over a tensor {tuple(value.shape)} that was split since, as {lost[value.shape]!r} is",
+                    fix="make the optimizer after tensor_parallel and fully_shard, over what precision.prepare(model) returned",
+                )
 
     def _why_none(self) -> str:
         return (

@@ -107,7 +107,8 @@ class Split(nn.Module):
         dist.all_reduce(passed, dist.ReduceOp.MIN, group=state.group)
         if not passed.item():
             log.warning(
-                "%s runs whole on each rank for %s: split, it is off by %.1e of its size, where %.1e is allowed",
+                "%s runs whole on each rank for %s: split, it is off by %.1e of its size, where %.1e is allowed; "
+                "inputs or weights may differ between the ranks, which must be the same on all of them",
                 state.name or "the model", shown(args, kwargs), worst, bound,
             )  # fmt: skip
         return bool(passed.item())

@@ -21,10 +21,14 @@ from gpupipe.ops.packed import Packed, unpack
 from gpupipe.ops.rope import Rope
 from gpupipe.ops.rotary import Norm
 from gpupipe.ops.settings import Precision
+from gpupipe.ops.sharded import is_sharded
 from gpupipe.ops.sharded.collectives import all_gathered, exchanged
+from gpupipe.telemetry import log
 from gpupipe.train import arguments
+from gpupipe.train.parallel.checks import other_ranks
 from gpupipe.train.parallel.plans import attends
 from gpupipe.train.parallel.weights import line
+from gpupipe.train.shards import is_fully_sharded
 
 Along = Literal["time", "rows"]
 _ATTEND = "attend"
@@ -51,7 +55,8 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh, *, along: Along = "tim
         What cuts tensors for a rank, and puts them together.
 
     Raises:
-        ConfigError: for a model with attention that would see a rank's tokens alone, or none.
+        ConfigError: for a model with attention that would see a rank's tokens alone, or none, and one whose layers are split
+            between the same ranks.
     """
     arguments.a_model(model)
     made, found = SequenceParallel(mesh, along=along), []
@@ -65,9 +70,27 @@ def sequence_parallel(model: nn.Module, mesh: DeviceMesh, *, along: Along = "tim
             )
     if not found:
         raise ConfigError(f"nothing in this {type(model).__name__} calls attention as self.attend", fix="see the documentation")
+    sharded = is_fully_sharded(model)  # which may be between these: it gathers them
+    for name, value in model.named_parameters():
+        if is_sharded(value) and made.ranks > 1 and not sharded and _layers_of_these(value, made):
+            raise ConfigError(
+                f"tensor_parallel has split {name!r} between the same ranks, which need the same tokens for it",
+                fix='give each a dimension of its own, mesh["tp"] and mesh["sp"]',
+            )
     for module in found:
         setattr(module, _ATTEND, made.attention)
     return made
+
+
+def group_of(module: nn.Module) -> Any:
+    """The ranks between which tokens of a module's attention are split; None where they are not."""
+    bound = getattr(module.__dict__.get(_ATTEND), "__self__", None)
+    return bound._group if isinstance(bound, SequenceParallel) else None
+
+
+def _layers_of_these(value: Any, sequence: SequenceParallel) -> bool:
+    """Whether a parameter is split between a sequence's ranks."""
+    return any(not other_ranks(value.device_mesh.get_group(dim), sequence._group) for dim in range(value.device_mesh.ndim))
 
 
 class SequenceParallel:
@@ -85,9 +108,11 @@ class SequenceParallel:
     def __init__(self, mesh: DeviceMesh, *, along: Along = "time") -> None:
         if along not in ("time", "rows"):
             raise ConfigError(f"along is {along!r}", fix="choose 'time' or 'rows'")
-        self._group = line(mesh).get_group()
+        self._group = line(mesh, "sp").get_group()
         self._axis = 0 if along == "time" else 1
         self.ranks, self.rank = mesh.size(), mesh.get_local_rank()
+        self._told = self.ranks == 1
+        """Whether somebody has called :meth:`own`, or has been asked whether they forgot it."""
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self  # copies of a model are split between the same ranks
@@ -102,6 +127,7 @@ class SequenceParallel:
             raise ShapeError(
                 f"dimension {dim} of {tuple(x.shape)} for {self.ranks} ranks", fix=f"a size that is a multiple of {self.ranks}"
             )
+        self._told = True
         return x.chunk(self.ranks, dim)[self.rank]
 
     def whole(self, x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -142,6 +168,15 @@ class SequenceParallel:
         """
         own, every = self._grids(grid, unpack(qkv)[0].shape[1])
         settings: dict[str, Any] = {"eps": eps, "precision": precision}
+        if rope is not None and rope.pairs[self._axis] and rope.lengths[self._axis] < every[self._axis]:
+            dim = ("frames", "rows")[self._axis]
+            raise ShapeError(  # on all ranks: the last one alone would see it in its tables, and the others wait for it
+                f"{self.ranks} ranks have {own[self._axis]} {dim} each, and rope has {rope.lengths[self._axis]} positions",
+                fix="did you forget own(x, dim) round what the model gets? Else make tables for the tokens of all ranks",
+            )
+        if not self._told and own == tuple(grid):
+            self._told = True
+            log.warning("each of %d ranks has all tokens of the grid %s: did you forget own(x, dim)?", self.ranks, own)
         across = ("temporal", "spatial")[self._axis]
         if axis not in (across, "full"):  # each rank has all that its tokens look at
             return ops.attention(

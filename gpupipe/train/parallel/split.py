@@ -14,8 +14,10 @@ from gpupipe.errors import ConfigError
 from gpupipe.ops.sharded import is_sharded
 from gpupipe.train import arguments, fused
 from gpupipe.train.fused import Left, is_fused
+from gpupipe.train.parallel import checks
 from gpupipe.train.parallel.modules import SplitAttention, SplitMlp, State, install, is_split
 from gpupipe.train.parallel.plans import Plan, plan_of
+from gpupipe.train.parallel.sequence import group_of
 from gpupipe.train.parallel.weights import kept_within, line, split_columns, split_rows
 from gpupipe.train.parts.mlps import FusedMLP
 from gpupipe.train.report import Entry, as_lines
@@ -54,10 +56,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, skip: Collection[str]
     out alike, from inputs that must be the same on all of them. Split are modules with a ``split_plan`` (see
     :mod:`gpupipe.train.parallel.plans`), :class:`gpupipe.train.Mlp` and :class:`gpupipe.train.GridAttention`, and what
     :func:`gpupipe.train.fuse` knows as attention or MLP, which runs fused from then on. Call it after ``fuse`` and before
-    optimizers, ``fully_shard`` and :meth:`Precision.prepare`.
+    optimizers, :meth:`Precision.prepare`, ``Ema``, graphs and ``fully_shard``: what took the parameters that were there before
+    would train nothing that is split. Optimizers of others cannot be seen from here; :meth:`Precision.step` refuses them.
 
     Args:
-        model: the same on all ranks, parameters included: nothing is sent.
+        model: the same on all ranks, parameters included, which is checked by sums.
         mesh: of one dimension, such as ``mesh["tp"]``; one rank changes nothing.
         skip: names of modules, with ``*`` and ``?``, that stay whole, with all that is in them.
 
@@ -65,9 +68,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, skip: Collection[str]
         What was split, what was left, and why.
 
     Raises:
-        ConfigError: for heads or sizes that the ranks do not divide, a model that is split already, names in ``skip`` that no
-            module has, a parameter that several modules share and that would not be split alike in all, or a model in which
-            nothing can be split. The model is then as it was.
+        ConfigError: for heads or sizes that the ranks do not divide, a model that is split already, prepared, averaged, in
+            DistributedDataParallel or with graphs installed, parameters that differ between ranks, tokens that are split
+            between the same ranks, names in ``skip`` that no module has, a parameter that several modules share and that would
+            not be split alike in all, or a model in which nothing can be split. The model is then as it was.
     """
     arguments.a_model(model)
     skip = arguments.names(skip, "skip")
@@ -79,6 +83,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, skip: Collection[str]
     odd = next((name for name, value in model.named_parameters() if is_sharded(value)), None)
     if odd is not None:
         raise ConfigError(f"the parameter {odd!r} is a DTensor already", fix="split a model once, before fully_shard")
+    checks.untouched(model)
+    if ranks > 1:
+        _not_tokens_too(model, mesh)
+        checks.same_on_all(model, mesh)
     report, plans = SplitReport(ranks), dict[str, Plan]()
     for name, module in model.named_modules():
         if any(fnmatch.fnmatchcase(name, one) for pattern in skip for one in (pattern, f"{pattern}.*")):
@@ -107,10 +115,23 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, *, skip: Collection[str]
         said = ", ".join(f"{layer} by {how}" for layer, how in plan.hows.items())
         report.split.append(Entry(name, type(module).__name__, said))
         _split(name, module, plan, mesh, made)
+    if ranks > 1:
+        model.register_load_state_dict_pre_hook(checks.refuse_plain)  # type: ignore[no-untyped-call]
     for value in model.parameters():
         report.total += value.numel()
         report.local += local(value).numel()
     return report
+
+
+def _not_tokens_too(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Refuses a model whose tokens are split between these ranks: all need the same inputs here, and other ones there."""
+    for name, module in model.named_modules():
+        group = group_of(module)
+        if group is not None and not checks.other_ranks(group, mesh.get_group()):
+            raise ConfigError(
+                f"sequence_parallel has split the tokens of {name or 'the model'} between the same ranks",
+                fix='give each a dimension of its own, mesh["tp"] and mesh["sp"]',
+            )
 
 
 def _fits(name: str, module: nn.Module, plan: Plan, ranks: int) -> None:

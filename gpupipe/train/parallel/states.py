@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from gpupipe.errors import ConfigError
+from gpupipe.train import arguments
 from gpupipe.train.shards import like
 
 
@@ -28,7 +29,18 @@ def param_groups(parameters: Iterable[torch.Tensor], **settings: Any) -> list[di
 
 
 def whole(state: Any) -> Any:
-    """A state of which this rank has parts alone, with whole tensors. All ranks call it, for it gathers."""
+    """A state of which this rank has parts alone, with whole tensors. All ranks call it, for it gathers.
+
+    Args:
+        state: what ``state_dict()`` gave, or another nest of dicts, lists and tensors.
+
+    Raises:
+        ConfigError: for a model or an optimizer itself.
+    """
+    if isinstance(state, nn.Module | torch.optim.Optimizer):
+        kind = "model" if isinstance(state, nn.Module) else "optimizer"
+        call = "whole(model.state_dict())" if kind == "model" else "optimizer_state(model, optimizer)"
+        raise ConfigError(f"state is {arguments.shown(state)}", fix=f"give its state, not the {kind}: {call}")
     with torch.no_grad():
         return tree_map_only(DTensor, lambda value: value.full_tensor(), state)
 
@@ -38,7 +50,10 @@ def load_whole(model: nn.Module, state: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: of ``load_state_dict``, for other names or shapes.
+        ConfigError: for arguments of the wrong kind.
     """
+    arguments.a_model(model)
+    arguments.a_mapping(state, "state", "call load_whole(model, state), with what whole(model.state_dict()) gave")
     own = model.state_dict()
     model.load_state_dict({name: like(value, own.get(name)) for name, value in state.items()})
 
@@ -54,8 +69,9 @@ def optimizer_state(
         names: what it steps in the place of parameters, as :attr:`Precision.masters`.
 
     Raises:
-        ConfigError: for parameters that are not the model's.
+        ConfigError: for parameters that are not the model's, and arguments of the wrong kind or in another order.
     """
+    _in_order(model, optimizer)
     called = _called(model, names)
     found = {}
     for group in optimizer.param_groups:
@@ -72,8 +88,10 @@ def load_optimizer_state(
     """Takes up what :func:`optimizer_state` gave, under any number of ranks. Learning rates and the like stay this optimizer's.
 
     Raises:
-        ConfigError: for a state of other parameters.
+        ConfigError: for a state of other parameters, and arguments of the wrong kind or in another order.
     """
+    _in_order(model, optimizer)
+    arguments.a_mapping(state, "state", "give what optimizer_state(model, optimizer) returned")
     called = _called(model, names)
     for group in optimizer.param_groups:
         for value in group["params"]:
@@ -82,6 +100,11 @@ def load_optimizer_state(
                 raise ConfigError(f"this state has nothing of {name!r}", fix="make the same model and optimizer")
             on_device = bool(group.get("fused") or group.get("capturable"))  # such optimizers count steps there
             optimizer.state[value] = {key: _taken(kept, value, on_device) for key, kept in state[name].items()}
+
+
+def _in_order(model: Any, optimizer: Any) -> None:
+    arguments.a_model(model)
+    arguments.of(torch.optim.Optimizer, optimizer, "optimizer", "give model first, then a torch.optim.Optimizer")
 
 
 def _called(model: nn.Module, names: Mapping[str, Any] | None) -> dict[int, str]:

@@ -68,20 +68,31 @@ def fsdp_placement(value: nn.Parameter) -> Shard | None:
 def data_ranks(mesh: DeviceMesh) -> dict[str, int]:
     """What a loader needs to know of the ranks that get other batches; those that share a model, or a clip, get the same:
     ``VideoLoader(videos, **data_ranks(mesh["dp"]))``.
+
+    Args:
+        mesh: of one dimension, that of ranks with other batches.
+
+    Raises:
+        ConfigError: for a mesh of several dimensions.
     """
-    return {"rank": line(mesh).get_local_rank(), "world_size": mesh.size()}
+    return {"rank": line(mesh, "dp").get_local_rank(), "world_size": mesh.size()}
 
 
-def line(mesh: DeviceMesh) -> DeviceMesh:
-    """A mesh of one dimension.
+_MEANT = {"tp": "whose ranks share a layer", "dp": "whose ranks get other batches", "sp": "whose ranks share a clip"}
+"""Which dimension of a mesh is asked for, by its usual name."""
+
+
+def line(mesh: DeviceMesh, use: str = "tp") -> DeviceMesh:
+    """A mesh of one dimension, that one of ``_MEANT``.
 
     Raises:
         ConfigError: for one of several, and what is no mesh.
     """
     arguments.of(DeviceMesh, mesh, "mesh", "make it by torch.distributed.device_mesh.init_device_mesh")
     if mesh.ndim != 1:
-        named = f", such as mesh[{mesh.mesh_dim_names[-1]!r}]" if mesh.mesh_dim_names else ""
-        raise ConfigError(f"a mesh of {mesh.ndim} dimensions", fix=f"give the one whose ranks share a layer{named}")
+        names = mesh.mesh_dim_names or ()
+        named = f", such as mesh[{use!r}]" if use in names else f": mesh[…] of {', '.join(map(repr, names))}" if names else ""
+        raise ConfigError(f"a mesh of {mesh.ndim} dimensions", fix=f"give the one {_MEANT[use]}{named}")
     return mesh
 
 
