@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -88,7 +91,7 @@ def write_clip(
     coloured: bool = False,
 ) -> Path:
     """Writes a clip in which ``frame_number`` of display frame k is k (modulo 256); grey, or with chroma that moves."""
-    with av.open(str(path), "w") as container:
+    with scheduled_as_before(), av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=fps, options={**_OPTIONS.get(codec, {}), **(options or {})})
         assert isinstance(stream, av.VideoStream)
         stream.width, stream.height, stream.pix_fmt = width, height, pix_fmt
@@ -104,6 +107,21 @@ def write_clip(
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
     return path
+
+
+@contextmanager
+def scheduled_as_before() -> Iterator[None]:
+    """SVT-AV1 makes the thread that opens it one of real time, where root does: from then on it gives way to no other, nor do the
+    threads and processes that it starts."""
+    if not hasattr(os, "sched_getscheduler"):
+        yield
+        return
+    before = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        if os.sched_getscheduler(0) != before[0]:
+            os.sched_setscheduler(0, *before)
 
 
 def _paint(frame: av.VideoFrame, number: int) -> None:
