@@ -111,8 +111,8 @@ def write_clip(
 
 @contextmanager
 def scheduled_as_before() -> Iterator[None]:
-    """SVT-AV1 makes the thread that opens it one of real time, where root does: from then on it gives way to no other, nor do the
-    threads and processes that it starts."""
+    """SVT-AV1 makes the thread that opens it one of real time, where root does: from then on it gives way to no other, nor do
+    the threads and processes that it starts."""
     if not hasattr(os, "sched_getscheduler"):
         yield
         return
