@@ -18,10 +18,12 @@ _BUCKET_BYTES = 64 << 20
 """Gradients that are reduced together: few enough to need little memory, enough for the network's full rate."""
 
 
-@torch.no_grad()
 def local(value: Any) -> torch.Tensor:
     """What this rank has of a tensor, in the same memory."""
-    return value.to_local() if is_sharded(value) else value  # type: ignore[no-any-return]
+    if not is_sharded(value):  # without a context: there may be thousands in each step
+        return value  # type: ignore[no-any-return]
+    with torch.no_grad():
+        return value.to_local()  # type: ignore[no-any-return]
 
 
 def locals_of(values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
