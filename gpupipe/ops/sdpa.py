@@ -56,8 +56,7 @@ def attend(
     parts = []
     for at in range(0, q.shape[0], most):
         own = slice(at, at + most)
-        own_bias = bias[own] if bias is not None and bias.dim() == 4 and bias.shape[0] > 1 else bias
-        parts.append(call(q[own], k[own], v[own], own_bias, causal, scale))
+        parts.append(call(q[own], k[own], v[own], _of_samples(bias, own), causal, scale))
     return torch.cat(parts)
 
 
@@ -88,7 +87,7 @@ def by_name(
 
     Only what :func:`preferred` has for such arguments: flash and cuDNN take no bias here, and only multiples of 8 columns.
     """
-    needed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needed = _with_gradients(q, k, v)
     out: torch.Tensor
     if backend == _CUDNN:
         out = torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, needed, 0.0, causal, False, scale=scale)[0]
@@ -114,6 +113,16 @@ def _aligned(bias: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return bias.expand(shape)
 
 
+def _of_samples(bias: torch.Tensor | None, own: slice) -> torch.Tensor | None:
+    """The bias of some of the samples: its part, where each has one of its own."""
+    return bias[own] if bias is not None and bias.dim() == 4 and bias.shape[0] > 1 else bias
+
+
+def _with_gradients(*tensors: torch.Tensor) -> bool:
+    """Whether a backward may follow."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
 def flash_samples(q: torch.Tensor, k: torch.Tensor) -> int:
     """Samples that the backward of flash attention takes at a time; at least 1."""
     longest = max(q.shape[2], k.shape[2])
@@ -135,7 +144,7 @@ def _best(
     candidates = [{"BACKEND": _BACKENDS.index(backend)} for backend in order if backend != _MATH]
     if len(candidates) < 2:
         return order[0]
-    needed = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    needed = _with_gradients(q, k, v)
 
     def run(config: autotune.Config) -> None:
         few = min(q.shape[0], flash_samples(q, k), _MOST_SAMPLES)
@@ -145,7 +154,7 @@ def _best(
             torch.autograd.graph.saved_tensors_hooks(_same, _same),
         ):
             sides = [side[:few].detach().requires_grad_(needed) for side in (q, k, v)]
-            own_bias = bias[:few] if bias is not None and bias.dim() == 4 and bias.shape[0] > 1 else bias
+            own_bias = _of_samples(bias, slice(few))
             try:
                 out = by_name(_BACKENDS[config["BACKEND"]], sides[0], sides[1], sides[2], own_bias, causal, scale)
                 if needed:
