@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -62,8 +63,11 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
         self._mark = torch.zeros((), device=device)
         self._reserved = 0
+        self._alive: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
 
     def record(self, run: Callable[[], None]) -> Recording:
+        if not self._alive:  # torch takes no capture into a pool whose last graph is gone, as one that failed is
+            self.release()
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         collecting = gc.isenabled()
         gc.collect()
@@ -83,7 +87,9 @@ class CudaRecorder:
             if collecting:
                 gc.enable()
         self._reserved += max(0, torch.cuda.memory_reserved(self._device) - before)
-        return _CudaRecording(graph, graph_nodes(graph.raw_cuda_graph()))
+        recording = _CudaRecording(graph, graph_nodes(graph.raw_cuda_graph()))
+        self._alive.add(recording)
+        return recording
 
     def _capture(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         """Not by ``torch.cuda.graph``, which leaves much behind where a capture fails: its stream as the current one, and what
@@ -120,6 +126,7 @@ class CudaRecorder:
 
     def release(self) -> None:
         self._pool, self._reserved = torch.cuda.graph_pool_handle(), 0  # type: ignore[no-untyped-call]
+        self._alive.clear()
 
 
 class _CudaRecording:
