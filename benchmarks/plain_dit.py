@@ -45,7 +45,7 @@ class PlainBlock(Block):
 
     attention = PlainAttention
 
-    def forward(self, x: torch.Tensor, cond: torch.Tensor, rope: Any) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, cond: torch.Tensor, rope: Any) -> torch.Tensor:  # type: ignore[override]
         rows = self.modulation(cond).chunk(9, -1)
         x = x + rows[2][:, None] * self.spatial(modulated(x, rows), rope)
         x = x + rows[5][:, None] * self.temporal(modulated(x, rows[3:]), rope)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -69,8 +69,18 @@ class SelfAttention(nn.Module):
         return ops.linear_act(made.flatten(2), self.out.weight, self.out.bias, activation=None)
 
 
+class Pending(NamedTuple):
+    """A branch (B, N, hidden) that is still to be added to the tokens, times its gate (B, hidden)."""
+
+    branch: torch.Tensor
+    gate: torch.Tensor
+
+
 class Block(nn.Module):
-    """Attention in space, attention along time, and an MLP, each behind a modulated norm and before a gated residual."""
+    """Attention in space, attention along time, and an MLP, each behind a modulated norm and before a gated residual.
+
+    The MLP's branch is added by whoever comes next, in one pass with its norm.
+    """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
     split_plan: ClassVar = {"up": "rows", "down": "columns"}
@@ -82,13 +92,29 @@ class Block(nn.Module):
         self.up = nn.Linear(config.hidden, 4 * config.hidden)
         self.down = nn.Linear(4 * config.hidden, config.hidden)
 
-    def forward(self, x: torch.Tensor, cond: torch.Tensor, rope: ops.Rope) -> torch.Tensor:
-        """x (B, N, hidden) and cond (B, hidden) to (B, N, hidden)."""
-        scale1, shift1, gate1, scale2, shift2, gate2, scale3, shift3, gate3 = self.modulation(cond).chunk(9, -1)
-        y = ops.modulate_norm(x, scale1, shift1, eps=EPS)
-        y, x = ops.gate_add_modulate_norm(x, self.spatial(y, rope), gate1, scale2, shift2, eps=EPS)
-        y, x = ops.gate_add_modulate_norm(x, self.temporal(y, rope), gate2, scale3, shift3, eps=EPS)
-        return ops.mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias, gate=gate3, residual=x)
+    def forward(
+        self, x: torch.Tensor, pending: Pending | None, cond: torch.Tensor, rope: ops.Rope
+    ) -> tuple[torch.Tensor, Pending]:
+        """x (B, N, hidden) and cond (B, hidden) to (B, N, hidden), and what is to be added to that."""
+        scale1, shift1, gate1, scale2, shift2, gate2, scale3, shift3, gate3 = rows_of(self.modulation, cond, 9)
+        y, x = added(x, pending, scale1, shift1)
+        y, x = added(x, Pending(self.spatial(y, rope), gate1), scale2, shift2)
+        y, x = added(x, Pending(self.temporal(y, rope), gate2), scale3, shift3)
+        return x, Pending(ops.mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias), gate3)
+
+
+def added(
+    x: torch.Tensor, pending: Pending | None, scale: torch.Tensor, shift: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the tokens with what was pending, modulated by scale and shift (B, hidden); and these tokens."""
+    if pending is None:
+        return ops.modulate_norm(x, scale, shift, eps=EPS), x
+    return ops.gate_add_modulate_norm(x, pending.branch, pending.gate, scale, shift, eps=EPS)
+
+
+def rows_of(layer: nn.Linear, cond: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """cond (B, hidden) to so many rows (B, hidden) that modulate."""
+    return ops.linear_act(cond, layer.weight, layer.bias, activation=None).chunk(count, -1)
 
 
 class VideoDiT(nn.Module):
@@ -124,10 +150,11 @@ class VideoDiT(nn.Module):
         cond = functional.silu(self.time2(functional.silu(self.time1(waves))))
         x = ops.patch_embed3d(video, self.patch.weight, self.patch.bias)
         rope = self.rope_on(video.device)
+        pending: Pending | None = None
         for block in self.blocks:
-            x = block(x, cond, rope)
-        scale, shift = self.modulation(cond).chunk(2, -1)
-        x = ops.modulate_norm(x, scale, shift, eps=EPS)
+            x, pending = block(x, pending, cond, rope)
+        scale, shift = rows_of(self.modulation, cond, 2)
+        x, _ = added(x, pending, scale, shift)
         grid = (video.shape[2] // self.config.patch[0], video.shape[3] // self.config.patch[1], self.config.grid[2])
         return ops.unpatch_embed3d(x, grid, self.config.patch, self.last.weight, self.last.bias)
 

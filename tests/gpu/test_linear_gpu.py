@@ -207,6 +207,16 @@ def test_autocast_works_in_its_type() -> None:
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype
         assert (a - b).abs().max() < 0.05 * b.abs().max()
+    for name, gradient in zip(inputs, found[0][1:], strict=True):  # sums in float32 that no narrower type has rounded
+        assert not name.startswith("weight") or (gradient != gradient.bfloat16()).any()
+
+
+def test_the_gradient_of_one_row_is_exact() -> None:
+    x, weight, dy = (torch.randn(size, device="cuda").bfloat16() for size in ((1, 768), (3072, 768), (1, 3072)))
+    leaf = weight.float().requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        ops.linear_act(x, leaf, activation=None).backward(dy)
+    assert torch.equal(leaf.grad, dy.float().T * x.float())
 
 
 def test_timesteps_are_exact_to_a_rounding_of_the_phase() -> None:

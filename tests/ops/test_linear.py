@@ -168,8 +168,18 @@ def test_autocast_works_in_its_type_and_gradients_in_that_of_the_weights(call: s
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype
         assert (a - b).abs().max() < 0.06 * b.abs().max()  # a few roundings to bf16, 2^-7 each under the interpreter
+    for name, gradient in zip(leaves, found[0][1:], strict=True):  # sums in float32 that no narrower type has rounded
+        assert not name.startswith("weight") or (gradient != gradient.bfloat16()).any()
     with torch.autocast("cpu", torch.bfloat16), ops.use("reference"):
         assert fused(**{name: value.float() for name, value in case().items()}).dtype == y.dtype
+
+
+def test_the_gradient_of_one_row_is_exact() -> None:
+    x, weight, dy = (torch.randn(size).bfloat16() for size in ((1, K), (F, K), (1, F)))
+    leaf = weight.float().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        ops.linear_act(x, leaf, activation=None).backward(dy)
+    assert torch.equal(leaf.grad, dy.float().T * x.float())
 
 
 def test_what_is_kept_for_the_backward() -> None:
@@ -225,23 +235,29 @@ def test_the_library_ops_keep_their_contract() -> None:
     x, weight, bias, residual = (value.detach() for value in given.values())
     for kept, needs in ((pre, [True] * 3), (None, [False, True, True])):
         torch.library.opcheck(
-            linear_act_backward_op.library_op, (residual, x, weight, bias, kept, None, 0.0, "swiglu", False, needs),
+            linear_act_backward_op.library_op, (residual, x, weight, bias, kept, None, 0.0, "swiglu", False,
+             x.dtype, needs),
             test_utils=tests,
         )  # fmt: skip
     given = {name: value.float().requires_grad_() for name, value in mlp_case("gelu", (2, 3)).items()}
+    low = x.bfloat16().requires_grad_()  # the weights are of a wider type
+    torch.library.opcheck(linear_act_op.library_op, (low, weight, bias, None, None, 0.0, "silu", True, False))
     torch.library.opcheck(mlp_op.library_op, (*given.values(), "gelu", True, True, False))
     *first, gate, residual = (value.detach() for value in given.values())
     for needs in ([True] * 6, [False, False, False, True, False, False]):
         torch.library.opcheck(
-            mlp_backward_op.library_op, (residual, *first, gate, None, residual, "gelu", False, needs), test_utils=tests
+            mlp_backward_op.library_op, (residual, *first, gate, None, residual, "gelu", False, *[x.dtype] * 2, needs),
+            test_utils=tests,
         )  # fmt: skip
     given = {name: value.float().requires_grad_() for name, value in norm_case((2, 3)).items()}
-    torch.library.opcheck(norm_linear_op.library_op, (*given.values(), 1e-6, False, 0.5, False))
+    torch.library.opcheck(norm_linear_op.library_op, (*given.values(), 1e-6, False, 0.5, False, torch.float32))
+    torch.library.opcheck(norm_linear_op.library_op, (*given.values(), 1e-6, False, 0.5, False, torch.bfloat16))
     inputs = [value.detach() for value in given.values()]
     for needs in ([True] * 7, [False, True, False, False, False, True, False]):
         torch.library.opcheck(
             norm_linear_backward_op.library_op,
-            (torch.randn(2, 3, N), *inputs, torch.rand(6), torch.rand(6), 1e-6, False, 0.5, False, needs), test_utils=tests,
+            (torch.randn(2, 3, N), *inputs, torch.rand(6), torch.rand(6), 1e-6, False, 0.5, False, torch.float32, needs),
+            test_utils=tests,
         )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 Products are cuBLAS', under torch's own settings of precision and determinism; the rest is one pass of ours each. Weights are
 kept as ``Linear`` keeps them. Under ``torch.autocast`` inputs, weights and biases are taken in its type, as ``linear`` takes
-them; residuals, gates and norms keep theirs. Gradients of weights come in their type, those of biases are summed in float32.
+them; residuals, gates and norms keep theirs. Gradients of weights and biases are sums in float32, rounded to the type of the
+parameter alone: those of float32 parameters under autocast are not rounded to its type on their way.
 On the CPU and for float64 all is plain torch. Second derivatives are not offered.
 
 Weights may be DTensors, split between ranks by rows or by columns: of those the local shard alone is read, and there is one
@@ -12,7 +13,7 @@ collective where a split part begins (by rows: of the gradient) or ends (by colu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast as typed
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from gpupipe.ops.dropout import drawn_seed
 from gpupipe.ops.layout import MOST_ROWS
 from gpupipe.ops.linear import reference
 from gpupipe.ops.linear.act_op import linear_act_op
-from gpupipe.ops.linear.autocast import cast
+from gpupipe.ops.linear.autocast import cast_layer, type_of
 from gpupipe.ops.linear.mlp_op import mlp_op
 from gpupipe.ops.linear.norm_op import norm_linear_op
 from gpupipe.ops.modulation import modulations
@@ -81,11 +82,11 @@ def linear_act(
     size = weight.shape[0] // 2 if glu else weight.shape[0]
     if residual is not None:
         checks.same_shape("residual", residual, _shaped(x, size), "the result")
-    x, weight, bias = _typed(x, weight, bias)
+    x = _typed(x, weight, bias)
     conservative = settings.mode(precision) == "conservative"
     p = p if training else 0.0
     if not served("linear_act", x):
-        return reference.linear_act(x, weight, bias, residual, p, act, conservative)
+        return reference.linear_act(x, *cast_layer(weight, bias), residual, p, act, conservative)
     seed = drawn_seed(x.device) if p > 0 else None
     keep = act != "none" and not recompute and _watched(x, weight, bias)
     return linear_act_op(x, weight, bias, residual, seed, p, act, keep, conservative)[0]  # type: ignore[no-any-return]
@@ -144,11 +145,12 @@ def mlp(
         checks.same_shape("residual", residual, like, "the result")
     if gate is not None:
         gate = modulations(like, gate=gate)[0]
-    _, weight2, bias2 = _typed(x, weight2, bias2, "weight2", "bias2")
-    x, weight1, bias1 = _typed(x, weight1, bias1, "weight1", "bias1")
+    _typed(x, weight2, bias2, "weight2", "bias2")
+    x = _typed(x, weight1, bias1, "weight1", "bias1")
     conservative = settings.mode(precision) == "conservative"
     if not served("mlp", x):
-        return reference.mlp(x, weight1, bias1, weight2, bias2, gate, residual, act, conservative)
+        layers = *cast_layer(weight1, bias1), *cast_layer(weight2, bias2)
+        return reference.mlp(x, *layers, gate, residual, act, conservative)
     keep = not recompute and _watched(x, weight1, bias1, weight2)
     return mlp_op(  # type: ignore[no-any-return]
         x, weight1, bias1, weight2, bias2, gate, residual, act, keep, _watched(gate), conservative
@@ -207,13 +209,13 @@ def norm_linear(
         scale, shift = modulations(x, scale=scale, shift=shift)
     gate = modulations(_shaped(x, weight.shape[0]), factor=factor)[0] if isinstance(factor, torch.Tensor) else None
     number = 1.0 if isinstance(factor, torch.Tensor) else float(factor)
-    _, weight, bias = _typed(x, weight, bias)
+    _typed(x, weight, bias)
     conservative = settings.mode(precision) == "conservative"
-    rest = (x, weight, bias, norm_weight, norm_bias, scale, shift, eps, kind == "rms", number, conservative)
+    rest: tuple[Any, ...] = (norm_weight, norm_bias, scale, shift, eps, kind == "rms", number, conservative)
     if served("norm_linear", x) and x.shape[-1] <= LARGEST and x.shape[:-1].numel() <= MOST_ROWS:
-        y = norm_linear_op(*rest)[0]
+        y = norm_linear_op(x, weight, bias, *rest, type_of(weight, x.device))[0]
     else:
-        y = reference.norm_linear(*rest)
+        y = reference.norm_linear(x, *cast_layer(weight, bias), *rest)
     return y if gate is None else act_pass("norm_linear", y, None, gate, None, 0.0, "none", conservative)
 
 
@@ -259,13 +261,13 @@ def qkv_linear(
     else:
         weight, bias, sizes = _together(x, weight, bias)
     _layer(x, weight, bias, "x")
-    x, weight, bias = _typed(x, weight, bias)
+    x = _typed(x, weight, bias)
     if heads is not None and (heads < 1 or any(size % heads for size in sizes)):
         raise ConfigError(f"heads is {heads}", fix=f"it must divide {', '.join(str(size) for size in sorted(set(sizes)))}")
     if served("qkv_linear", x):
         y: torch.Tensor = linear_act_op(x, weight, bias, None, None, 0.0, "none", False, False)[0]
     else:
-        y = reference.product(x, weight, bias)
+        y = reference.product(x, *cast_layer(weight, bias))
     if packed:
         if len(set(sizes)) > 1:
             raise ShapeError(
@@ -312,14 +314,14 @@ def _layer(
 
 def _typed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str = "weight", bias_name: str = "bias"
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The three in the type of the product."""
-    made = cast(x, weight, bias)
-    assert made[0] is not None
-    for value, called in zip(made[1:], (name, bias_name), strict=True):
-        if value is not None and value.dtype != made[0].dtype:
-            raise checks.refuse(called, value, f"of the type of x, {made[0].dtype}; torch.autocast would see to it")
-    return typed("tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]", tuple(made))
+) -> torch.Tensor:
+    """x in the type of the product, into which the ops take weights and biases themselves: so that their gradients need not
+    be rounded to it."""
+    dtype = type_of(x, x.device)
+    for value, called in ((weight, name), (bias, bias_name)):
+        if value is not None and type_of(value, x.device) != dtype:
+            raise checks.refuse(called, value, f"of the type of x, {dtype}; torch.autocast would see to it")
+    return x.to(dtype)
 
 
 def _shaped(x: torch.Tensor, size: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from gpupipe.ops import activations
 from gpupipe.ops.activation.forward import launch_act
-from gpupipe.ops.linear.products import back_through_act, back_through_product, pre_and_act, product, weight_gradient
+from gpupipe.ops.linear.products import back_through_act, back_through_product, in_type, pre_and_act, product, weight_gradient
 from gpupipe.ops.op import Op
 
 
@@ -22,14 +22,17 @@ def _body(
     act: str,
     keep: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The result and, if it is to be kept, the pre-activation."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result; if it is to be kept, the pre-activation; and the weight in the type of x, if it has another."""
+    given = weight
+    weight, bias = in_type(x, weight, bias)
     if residual is None and seed is None:
         pre, y = pre_and_act(x, weight, bias, act, keep, conservative)
     else:
         pre = product(x, weight, bias)
         y = launch_act(pre, None, None, residual, seed, p, act, conservative)
-    return y, pre if pre is not None and keep and act != "none" else x.new_empty(0)
+    kept = pre if pre is not None and keep and act != "none" else x.new_empty(0)
+    return y, kept, x.new_empty(0) if weight is given else weight
 
 
 def _fake(
@@ -42,11 +45,12 @@ def _fake(
     act: str,
     keep: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     wide = weight.shape[0]
     size = wide // 2 if activations.split(act)[1] else wide
     y = x.new_empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype)
-    return y, x.new_empty((*x.shape[:-1], wide) if keep and act != "none" else (0,))
+    kept = x.new_empty((*x.shape[:-1], wide) if keep and act != "none" else (0,))
+    return y, kept, x.new_empty((0,) if weight.dtype == x.dtype else weight.shape)
 
 
 def _backward_body(
@@ -59,15 +63,17 @@ def _backward_body(
     p: float,
     act: str,
     conservative: bool,
+    weight_type: torch.dtype,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, weight and bias. The weight comes in the type of x, its gradient goes in ``weight_type``."""
     if act != "none" and pre is None:
-        pre = product(x, weight, bias)
+        pre = product(x, *in_type(x, weight, bias))
     dpre, dbias, _ = back_through_act(
         dy, pre, bias if needs[2] else None, act, conservative, seed=seed, p=p, x_type=x.dtype
     )  # fmt: skip
     dx = back_through_product(dpre, weight) if needs[0] else None
-    return _given(dy, dx, weight_gradient(dpre, x) if needs[1] else None, dbias)
+    return _given(dy, dx, weight_gradient(dpre, x, weight_type) if needs[1] else None, dbias)
 
 
 def _backward_fake(
@@ -80,13 +86,15 @@ def _backward_fake(
     p: float,
     act: str,
     conservative: bool,
+    weight_type: torch.dtype,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    made = (
-        value.new_empty(value.shape) if need and value is not None else None
-        for need, value in zip(needs, (x, weight, bias), strict=True)
+    return _given(
+        dy,
+        x.new_empty(x.shape) if needs[0] else None,
+        weight.new_empty(weight.shape, dtype=weight_type) if needs[1] else None,
+        bias.new_empty(bias.shape) if needs[2] and bias is not None else None,
     )
-    return _given(dy, *made)
 
 
 def _given(like: torch.Tensor, *made: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -97,12 +105,14 @@ def _given(like: torch.Tensor, *made: torch.Tensor | None) -> tuple[torch.Tensor
 linear_act_backward_op = Op("linear_act_backward", _backward_body, _backward_fake)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight, bias, _, seed, p, act, keep, conservative = inputs
+    _, pre, own = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(x, weight, bias, output[1] if keep and act != "none" else None, seed)
-    ctx.rest = p, act, conservative
+    ctx.mark_non_differentiable(pre, own)
+    own = weight if weight.dtype == x.dtype else own
+    ctx.save_for_backward(x, own, bias, pre if keep and act != "none" else None, seed)
+    ctx.rest = p, act, conservative, weight.dtype
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:

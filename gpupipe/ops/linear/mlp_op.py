@@ -8,7 +8,7 @@ import torch
 
 from gpupipe.ops.activation.backward import launch_act_backward
 from gpupipe.ops.activation.forward import launch_act
-from gpupipe.ops.linear.products import back_through_act, back_through_product, pre_and_act, product, weight_gradient
+from gpupipe.ops.linear.products import back_through_act, back_through_product, in_type, pre_and_act, product, weight_gradient
 from gpupipe.ops.op import Op
 
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -26,15 +26,23 @@ def _body(
     keep: bool,
     keep_branch: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result, the pre-activation and what the gate multiplies, the last two only if they are to be kept."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, the pre-activation and what the gate multiplies, these two only if they are to be kept; and both weights in
+    the type of x, those that have another."""
+    given1, given2 = weight1, weight2
+    (weight1, bias1), (weight2, bias2) = in_type(x, weight1, bias1), in_type(x, weight2, bias2)
     pre, hidden = pre_and_act(x, weight1, bias1, act, keep, conservative)
     branch = product(hidden, weight2, bias2)
     y = branch
     if gate is not None or residual is not None:
         y = launch_act(branch, None, gate, residual, None, 0.0, "none", conservative)
-    none = (x.new_empty(0), x.new_empty(0))
-    return y, none[0] if pre is None or not keep else pre, branch if keep_branch and gate is not None else none[1]
+    return (
+        y,
+        x.new_empty(0) if pre is None or not keep else pre,
+        branch if keep_branch and gate is not None else x.new_empty(0),
+        x.new_empty(0) if weight1 is given1 else weight1,
+        x.new_empty(0) if weight2 is given2 else weight2,
+    )
 
 
 def _fake(
@@ -49,12 +57,14 @@ def _fake(
     keep: bool,
     keep_branch: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*x.shape[:-1], weight2.shape[0])
     return (
         x.new_empty(shape, dtype=x.dtype if residual is None else residual.dtype),
         x.new_empty((*x.shape[:-1], weight1.shape[0]) if keep else (0,)),
         x.new_empty(shape if keep_branch and gate is not None else (0,)),
+        x.new_empty((0,) if weight1.dtype == x.dtype else weight1.shape),
+        x.new_empty((0,) if weight2.dtype == x.dtype else weight2.shape),
     )
 
 
@@ -70,9 +80,11 @@ def _backward_body(
     branch: torch.Tensor | None,
     act: str,
     conservative: bool,
+    weight1_type: torch.dtype,
+    weight2_type: torch.dtype,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weight1, bias1, weight2, bias2 and gate."""
+    """Gradients of x, weight1, bias1, weight2, bias2 and gate. Weights come in the type of x, their gradients go in theirs."""
     need_x, need_weight1, need_bias1, need_weight2, need_bias2, need_gate = needs
     dbranch = dy
     dx, dweight1, dbias1, dweight2, dbias2, dgate, dpre = (None,) * 7
@@ -86,7 +98,7 @@ def _backward_body(
     inner = need_x or need_weight1 or need_bias1
     if inner or need_weight2:
         if pre is None:
-            pre = product(x, weight1, bias1)
+            pre = product(x, *in_type(x, weight1, bias1))
         if inner:
             dpre, dbias1, hidden = back_through_act(
                 back_through_product(dbranch, weight2), pre, bias1 if need_bias1 else None, act, conservative,
@@ -95,11 +107,11 @@ def _backward_body(
         else:
             hidden = launch_act(pre, None, None, None, None, 0.0, act, conservative)
         if need_weight2 and hidden is not None:
-            dweight2 = weight_gradient(dbranch, hidden)
+            dweight2 = weight_gradient(dbranch, hidden, weight2_type)
         del hidden
     if dpre is not None:
         dx = back_through_product(dpre, weight1) if need_x else None
-        dweight1 = weight_gradient(dpre, x) if need_weight1 else None
+        dweight1 = weight_gradient(dpre, x, weight1_type) if need_weight1 else None
     return _given(dy, dx, dweight1, dbias1, dweight2, dbias2, dgate)
 
 
@@ -120,11 +132,15 @@ def _backward_fake(
     branch: torch.Tensor | None,
     act: str,
     conservative: bool,
+    weight1_type: torch.dtype,
+    weight2_type: torch.dtype,
     needs: list[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     given = (x, weight1, bias1, weight2, bias2, gate)
+    types = (x.dtype, weight1_type, None, weight2_type, None, None)
     made = (
-        value.new_empty(value.shape) if need and value is not None else None for need, value in zip(needs, given, strict=True)
+        value.new_empty(value.shape, dtype=dtype or value.dtype) if need and value is not None else None
+        for need, value, dtype in zip(needs, given, types, strict=True)
     )
     return _given(dy, *made)
 
@@ -134,13 +150,14 @@ mlp_backward_op = Op("mlp_backward", _backward_body, _backward_fake)
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     x, weight1, bias1, weight2, bias2, gate, _, act, keep, keep_branch, conservative = inputs
-    _, pre, branch = output
+    _, pre, branch, own1, own2 = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(pre, branch)
+    ctx.mark_non_differentiable(pre, branch, own1, own2)
+    own1, own2 = weight1 if weight1.dtype == x.dtype else own1, weight2 if weight2.dtype == x.dtype else own2
     ctx.save_for_backward(
-        x, weight1, bias1, weight2, bias2, gate, pre if keep else None, branch if keep_branch and gate is not None else None
+        x, own1, bias1, own2, bias2, gate, pre if keep else None, branch if keep_branch and gate is not None else None
     )
-    ctx.rest = act, conservative
+    ctx.rest = act, conservative, weight1.dtype, weight2.dtype
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:

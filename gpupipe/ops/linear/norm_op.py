@@ -8,7 +8,7 @@ import torch
 
 from gpupipe.ops.activation.backward import launch_act_backward
 from gpupipe.ops.layout import matrix
-from gpupipe.ops.linear.products import back_through_product, product, weight_gradient
+from gpupipe.ops.linear.products import back_through_product, in_type, product, weight_gradient
 from gpupipe.ops.norms.backward import launch_backward
 from gpupipe.ops.norms.forward import launch_forward
 from gpupipe.ops.op import Op
@@ -26,20 +26,24 @@ def _body(
     rms: bool,
     factor: float,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result, and mean (empty for RMS) and 1 / deviation of each row."""
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, of type ``dtype``; mean (empty for RMS) and 1 / deviation of each row; the weight in that type if it has
+    another."""
     normal, _, mean, rstd = launch_forward(
         x, None, None, None, 0.0, norm_weight, norm_bias, scale, shift, eps, rms, conservative
     )  # fmt: skip
-    normal = normal.to(weight.dtype)
+    normal, given = normal.to(dtype), weight
+    weight, bias = in_type(normal, weight, bias)
+    own = normal.new_empty(0) if weight is given else weight
     if factor == 1:
-        return product(normal, weight, bias), mean, rstd
+        return product(normal, weight, bias), mean, rstd, own
     if conservative:
-        return product(normal, weight, bias).mul_(factor), mean, rstd
+        return product(normal, weight, bias).mul_(factor), mean, rstd, own
     flat = matrix(normal)
     start = weight.new_empty(weight.shape[0]) if bias is None else bias
     y = torch.addmm(start, flat, weight.t(), beta=0.0 if bias is None else factor, alpha=factor)
-    return y.view(*x.shape[:-1], weight.shape[0]), mean, rstd
+    return y.view(*x.shape[:-1], weight.shape[0]), mean, rstd, own
 
 
 def _fake(
@@ -54,12 +58,14 @@ def _fake(
     rms: bool,
     factor: float,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     count = x.numel() // x.shape[-1]
     return (
-        weight.new_empty((*x.shape[:-1], weight.shape[0])),
+        weight.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype),
         x.new_empty(0 if rms else count, dtype=torch.float32),
         x.new_empty(count, dtype=torch.float32),
+        weight.new_empty((0,) if weight.dtype == dtype else weight.shape, dtype=dtype),
     )
 
 
@@ -78,11 +84,13 @@ def _backward_body(
     rms: bool,
     factor: float,
     conservative: bool,
+    weight_type: torch.dtype,
     needs: list[bool],
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
-    """Gradients of x, weight, bias, norm_weight, norm_bias, scale and shift."""
+    """Gradients of x, weight, bias, norm_weight, norm_bias, scale and shift. The weight comes in the type of the product, its
+    gradient goes in ``weight_type``."""
     need_x, need_weight, need_bias, *need_norm = needs
     given: list[torch.Tensor | None] = [None] * 7
     if need_bias and bias is not None:
@@ -94,7 +102,7 @@ def _backward_body(
         normal = launch_forward(
             x, None, None, None, 0.0, norm_weight, norm_bias, scale, shift, eps, rms, conservative
         )[0]  # fmt: skip
-        given[1] = weight_gradient(dy, normal.to(weight.dtype))
+        given[1] = weight_gradient(dy, normal.to(weight.dtype), weight_type)
         del normal
     if need_x or any(need_norm):
         dnormal = back_through_product(dy, weight)
@@ -127,13 +135,16 @@ def _backward_fake(
     rms: bool,
     factor: float,
     conservative: bool,
+    weight_type: torch.dtype,
     needs: list[bool],
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     given = (x, weight, bias, norm_weight, norm_bias, scale, shift)
     return tuple(  # type: ignore[return-value]
-        dy.new_empty(0) if value is None or not need else value.new_empty(value.shape)
+        dy.new_empty(0)
+        if value is None or not need
+        else value.new_empty(value.shape, dtype=weight_type if value is weight else value.dtype)
         for value, need in zip(given, needs, strict=True)
     )
 
@@ -142,19 +153,21 @@ norm_linear_backward_op = Op("norm_linear_backward", _backward_body, _backward_f
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    _, mean, rstd = output
+    x, weight, *others = inputs[:7]
+    *rest, dtype = inputs[7:]
+    _, mean, rstd, own = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.save_for_backward(*inputs[:7], mean, rstd)
-    ctx.rest = inputs[7:]
+    ctx.mark_non_differentiable(mean, rstd, own)
+    ctx.save_for_backward(x, weight if weight.dtype == dtype else own, *others, mean, rstd)
+    ctx.rest = *rest, weight.dtype
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
-        return (None,) * 11
+        return (None,) * 12
     needs = ctx.needs_input_grad[:7]
     given = norm_linear_backward_op(dy, *ctx.saved_tensors, *ctx.rest, list(needs))
-    return (*(value if need else None for value, need in zip(given, needs, strict=True)), None, None, None, None)
+    return (*(value if need else None for value, need in zip(given, needs, strict=True)), *[None] * 5)
 
 
 norm_linear_op = Op("norm_linear", _body, _fake, _setup, _backward)

@@ -12,6 +12,11 @@ from gpupipe.ops.activation.forward import launch_act
 from gpupipe.ops.layout import matrix
 
 
+def in_type(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias in the type of x, in which the product is made."""
+    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+
+
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x (..., K) times weight (N, K) transposed, plus bias (N,): (..., N), contiguous."""
     return functional.linear(matrix(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
@@ -66,6 +71,14 @@ def back_through_product(dy: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return (matrix(dy) @ weight).view(*dy.shape[:-1], weight.shape[1])
 
 
-def weight_gradient(dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The gradient of a product's weight."""
-    return matrix(dy).t() @ matrix(x)
+def weight_gradient(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The gradient of a product's weight, whose type is ``dtype``: sums in float32 are not rounded to that of x first."""
+    left, right = matrix(dy), matrix(x)
+    if len(left) == 1:  # cuBLAS takes one row for a matrix whose rows are not aligned
+        return left.to(dtype).view(-1, 1) * right.to(dtype)
+    if dtype == x.dtype:
+        return left.t() @ right
+    if x.is_cuda and dtype == torch.float32:
+        return torch.mm(left.t(), right, out_dtype=dtype)
+    with torch.autocast(x.device.type, enabled=False):
+        return left.to(dtype).t() @ right.to(dtype)
