@@ -13,7 +13,7 @@ from bench_ops import NEAR
 from torch import nn
 from train_models import Inputs, Model, inputs_of
 
-from gpupipe.train import AdaptiveGraph, Precision, Watch
+from gpupipe.train import AdaptiveGraph, Precision, Watch, recompute
 
 Compiled = Literal["no", "default", "reduce-overhead"]
 CLIP, RATE = 1.0, 1e-4
@@ -31,12 +31,14 @@ class Part:
         precision: fields of a PrecisionConfig; None: torch's autocast and clipping, as in anybody's loop.
         watch: whether losses and gradients are watched.
         graphs: forward and backward by CUDA graphs.
+        again: the policy by which activations are made again in the backward.
     """
 
     fused: bool = False
     precision: dict[str, Any] | None = field(default=None)
     watch: bool = False
     graphs: bool = False
+    again: Literal["none", "elementwise"] = "none"
     compiled: Compiled = "no"
 
 
@@ -46,6 +48,7 @@ SUBJECTS = {
     "bf16-watch": Part(precision={"dtype": "bfloat16", "master_weights": True}, watch=True),
     "fp16-scaler": Part(precision={"dtype": "float16"}),
     "fused": Part(fused=True),
+    "fused-elementwise": Part(fused=True, again="elementwise"),
     "graphs": Part(graphs=True),
     "gpupipe": Part(fused=True, graphs=True, precision={"dtype": "bfloat16", "master_weights": True}),
     "compile": Part(compiled="default"),
@@ -63,6 +66,8 @@ class Training:
         parameters = self.precision.prepare(self.net) if self.precision is not None else list(self.net.parameters())
         self.parameters: list[torch.Tensor] = list(parameters)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=True)
+        if part.again != "none":
+            recompute(self.net, part.again)
         self.model: nn.Module = self.net
         self.graph: AdaptiveGraph | None = None
         if part.graphs:

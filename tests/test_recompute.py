@@ -218,6 +218,34 @@ def test_fusing_behind_it_is_heeded_and_can_be_undone() -> None:
     assert torch.equal(run(), expected)
 
 
+def test_fused_products_are_kept_by_the_elementwise_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gpupipe import ops
+    from gpupipe.ops.linear import products
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = ops.mlp(ops.layer_norm(x), self.up.weight, self.up.bias, self.down.weight, self.down.bias, residual=x)
+            return ops.linear_act(y, self.up.weight, self.up.bias, activation="silu") @ self.down.weight.T
+
+    made: list[int] = []
+    plain = products.product
+    monkeypatch.setattr(products, "product", lambda *args: (made.append(1), plain(*args))[1])
+    model, x = nn.ModuleList(Layer() for _ in range(2)), torch.randn(3, 8, requires_grad=True)
+    found = []
+    with ops.use("kernel"):
+        for policy in ("none", "elementwise"):
+            made.clear()
+            with recompute(nn.ModuleDict({"layers": model}), policy):  # type: ignore[arg-type]
+                y = model[1](model[0](x))
+                found.append([y, *torch.autograd.grad(y.sin().sum(), [x, *model.parameters()])])
+            assert len(made) == 4, "of pre_and_act, once for each op of a layer"
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("policy", ["elementwise", "block"])
 def test_fused_modules_are_checked_on_first_use_all_the_same(policy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpupipe.train import fuse, statistics

@@ -37,6 +37,7 @@ _RUNS = 3
 """Times that a block is run in each way, the first of which only warms up."""
 _HEAVY = (
     "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_scaled_mm", "convolution", "linear", "einsum", "_grouped_mm",
+    "linear_act", "norm_linear", "mlp",
 )  # fmt: skip
 
 

@@ -229,8 +229,10 @@ def test_the_library_ops_keep_their_contract() -> None:
     tests = ("test_schema", "test_faketensor")
     given = {name: value.float().requires_grad_() for name, value in act_case("swiglu", (2, 3)).items()}
     x, weight, bias, residual = given.values()
-    torch.library.opcheck(linear_act_op.library_op, (x, weight, bias, residual, torch.tensor([5]), 0.3, "swiglu", True, False))
-    torch.library.opcheck(linear_act_op.library_op, (x, weight, None, None, None, 0.0, "none", False, False))
+    torch.library.opcheck(
+        linear_act_op.library_op, (x, weight, bias, None, residual, torch.tensor([5]), 0.3, "swiglu", True, False)
+    )
+    torch.library.opcheck(linear_act_op.library_op, (x, weight, None, None, None, None, 0.0, "none", False, False))
     pre = torch.randn(2, 3, 2 * F)
     x, weight, bias, residual = (value.detach() for value in given.values())
     for kept, needs in ((pre, [True] * 3), (None, [False, True, True])):
@@ -241,8 +243,11 @@ def test_the_library_ops_keep_their_contract() -> None:
         )  # fmt: skip
     given = {name: value.float().requires_grad_() for name, value in mlp_case("gelu", (2, 3)).items()}
     low = x.bfloat16().requires_grad_()  # the weights are of a wider type
-    torch.library.opcheck(linear_act_op.library_op, (low, weight, bias, None, None, 0.0, "silu", True, False))
-    torch.library.opcheck(mlp_op.library_op, (*given.values(), "gelu", True, True, False))
+    torch.library.opcheck(
+        linear_act_op.library_op, (low, weight, bias, weight.bfloat16(), None, None, 0.0, "silu", True, False)
+    )
+    *layers, gate, residual = given.values()
+    torch.library.opcheck(mlp_op.library_op, (*layers, None, None, gate, residual, "gelu", True, True, False))
     *first, gate, residual = (value.detach() for value in given.values())
     for needs in ([True] * 6, [False, False, False, True, False, False]):
         torch.library.opcheck(
@@ -250,8 +255,9 @@ def test_the_library_ops_keep_their_contract() -> None:
             test_utils=tests,
         )  # fmt: skip
     given = {name: value.float().requires_grad_() for name, value in norm_case((2, 3)).items()}
-    torch.library.opcheck(norm_linear_op.library_op, (*given.values(), 1e-6, False, 0.5, False, torch.float32))
-    torch.library.opcheck(norm_linear_op.library_op, (*given.values(), 1e-6, False, 0.5, False, torch.bfloat16))
+    x, weight, bias, *norm = given.values()
+    for narrow in (None, weight.detach().bfloat16()):
+        torch.library.opcheck(norm_linear_op.library_op, (x, weight, bias, narrow, *norm, 1e-6, False, 0.5, False))
     inputs = [value.detach() for value in given.values()]
     for needs in ([True] * 7, [False, True, False, False, False, True, False]):
         torch.library.opcheck(

@@ -89,7 +89,7 @@ def linear_act(
         return reference.linear_act(x, *cast_layer(weight, bias), residual, p, act, conservative)
     seed = drawn_seed(x.device) if p > 0 else None
     keep = act != "none" and not recompute and _watched(x, weight, bias)
-    return linear_act_op(x, weight, bias, residual, seed, p, act, keep, conservative)[0]  # type: ignore[no-any-return]
+    return linear_act_op(x, weight, bias, _narrow(x, weight), residual, seed, p, act, keep, conservative)[0]  # type: ignore[no-any-return]
 
 
 def mlp(
@@ -152,8 +152,9 @@ def mlp(
         layers = *cast_layer(weight1, bias1), *cast_layer(weight2, bias2)
         return reference.mlp(x, *layers, gate, residual, act, conservative)
     keep = not recompute and _watched(x, weight1, bias1, weight2)
+    narrow = _narrow(x, weight1), _narrow(x, weight2)
     return mlp_op(  # type: ignore[no-any-return]
-        x, weight1, bias1, weight2, bias2, gate, residual, act, keep, _watched(gate), conservative
+        x, weight1, bias1, weight2, bias2, *narrow, gate, residual, act, keep, _watched(gate), conservative
     )[0]  # fmt: skip
 
 
@@ -213,7 +214,7 @@ def norm_linear(
     conservative = settings.mode(precision) == "conservative"
     rest: tuple[Any, ...] = (norm_weight, norm_bias, scale, shift, eps, kind == "rms", number, conservative)
     if served("norm_linear", x) and x.shape[-1] <= LARGEST and x.shape[:-1].numel() <= MOST_ROWS:
-        y = norm_linear_op(x, weight, bias, *rest, type_of(weight, x.device))[0]
+        y = norm_linear_op(x, weight, bias, _narrow(x, weight), *rest)[0]
     else:
         y = reference.norm_linear(x, *cast_layer(weight, bias), *rest)
     return y if gate is None else act_pass("norm_linear", y, None, gate, None, 0.0, "none", conservative)
@@ -265,7 +266,7 @@ def qkv_linear(
     if heads is not None and (heads < 1 or any(size % heads for size in sizes)):
         raise ConfigError(f"heads is {heads}", fix=f"it must divide {', '.join(str(size) for size in sorted(set(sizes)))}")
     if served("qkv_linear", x):
-        y: torch.Tensor = linear_act_op(x, weight, bias, None, None, 0.0, "none", False, False)[0]
+        y: torch.Tensor = linear_act_op(x, weight, bias, _narrow(x, weight), None, None, 0.0, "none", False, False)[0]
     else:
         y = reference.product(x, *cast_layer(weight, bias))
     if packed:
@@ -315,13 +316,18 @@ def _layer(
 def _typed(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str = "weight", bias_name: str = "bias"
 ) -> torch.Tensor:
-    """x in the type of the product, into which the ops take weights and biases themselves: so that their gradients need not
-    be rounded to it."""
+    """x in the type of the product. Weight and bias are left as they are, so that their gradients need not be rounded to it."""
     dtype = type_of(x, x.device)
     for value, called in ((weight, name), (bias, bias_name)):
         if value is not None and type_of(value, x.device) != dtype:
             raise checks.refuse(called, value, f"of the type of x, {dtype}; torch.autocast would see to it")
     return x.to(dtype)
+
+
+def _narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
+    """A weight in the type of the product, out of autograd's sight; None where it has that type."""
+    dtype = type_of(weight, x.device)
+    return None if weight.dtype == dtype else weight.detach().to(dtype)
 
 
 def _shaped(x: torch.Tensor, size: int) -> torch.Tensor:

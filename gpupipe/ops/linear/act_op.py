@@ -16,41 +16,40 @@ def _body(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    narrow: torch.Tensor | None,
     residual: torch.Tensor | None,
     seed: torch.Tensor | None,
     p: float,
     act: str,
     keep: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result; if it is to be kept, the pre-activation; and the weight in the type of x, if it has another."""
-    given = weight
-    weight, bias = in_type(x, weight, bias)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The result and, if it is to be kept, the pre-activation. ``narrow`` is the weight in the type of x, if it has another."""
+    weight, bias = in_type(x, weight, narrow, bias)
     if residual is None and seed is None:
         pre, y = pre_and_act(x, weight, bias, act, keep, conservative)
     else:
         pre = product(x, weight, bias)
         y = launch_act(pre, None, None, residual, seed, p, act, conservative)
-    kept = pre if pre is not None and keep and act != "none" else x.new_empty(0)
-    return y, kept, x.new_empty(0) if weight is given else weight
+    return y, pre if pre is not None and keep and act != "none" else x.new_empty(0)
 
 
 def _fake(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    narrow: torch.Tensor | None,
     residual: torch.Tensor | None,
     seed: torch.Tensor | None,
     p: float,
     act: str,
     keep: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     wide = weight.shape[0]
     size = wide // 2 if activations.split(act)[1] else wide
     y = x.new_empty((*x.shape[:-1], size), dtype=x.dtype if residual is None else residual.dtype)
-    kept = x.new_empty((*x.shape[:-1], wide) if keep and act != "none" else (0,))
-    return y, kept, x.new_empty((0,) if weight.dtype == x.dtype else weight.shape)
+    return y, x.new_empty((*x.shape[:-1], wide) if keep and act != "none" else (0,))
 
 
 def _backward_body(
@@ -68,7 +67,7 @@ def _backward_body(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, weight and bias. The weight comes in the type of x, its gradient goes in ``weight_type``."""
     if act != "none" and pre is None:
-        pre = product(x, *in_type(x, weight, bias))
+        pre = product(x, *in_type(x, weight, None, bias))
     dpre, dbias, _ = back_through_act(
         dy, pre, bias if needs[2] else None, act, conservative, seed=seed, p=p, x_type=x.dtype
     )  # fmt: skip
@@ -105,26 +104,25 @@ def _given(like: torch.Tensor, *made: torch.Tensor | None) -> tuple[torch.Tensor
 linear_act_backward_op = Op("linear_act_backward", _backward_body, _backward_fake)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, bias, _, seed, p, act, keep, conservative = inputs
-    _, pre, own = output
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    x, weight, bias, narrow, _, seed, p, act, keep, conservative = inputs
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(pre, own)
-    own = weight if weight.dtype == x.dtype else own
-    ctx.save_for_backward(x, own, bias, pre if keep and act != "none" else None, seed)
+    ctx.mark_non_differentiable(output[1])
+    kept = output[1] if keep and act != "none" else None
+    ctx.save_for_backward(x, weight if narrow is None else narrow, bias, kept, seed)
     ctx.rest = p, act, conservative, weight.dtype
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
-        return (None,) * 9
+        return (None,) * 10
     x, weight, bias, pre, seed = ctx.saved_tensors
     needs = ctx.needs_input_grad
     given: tuple[torch.Tensor | None, ...] = (None, None, None)
     if any(needs[:3]):
         given = linear_act_backward_op(dy, x, weight, bias, pre, seed, *ctx.rest, list(needs[:3]))
     given = tuple(value if need else None for value, need in zip(given, needs[:3], strict=True))
-    return (*given, dy if needs[3] else None, None, None, None, None, None)
+    return (*given, None, dy if needs[4] else None, None, None, None, None, None)
 
 
 linear_act_op = Op("linear_act", _body, _fake, _setup, _backward)

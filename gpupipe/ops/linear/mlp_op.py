@@ -20,29 +20,27 @@ def _body(
     bias1: torch.Tensor | None,
     weight2: torch.Tensor,
     bias2: torch.Tensor | None,
+    narrow1: torch.Tensor | None,
+    narrow2: torch.Tensor | None,
     gate: torch.Tensor | None,
     residual: torch.Tensor | None,
     act: str,
     keep: bool,
     keep_branch: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result, the pre-activation and what the gate multiplies, these two only if they are to be kept; and both weights in
-    the type of x, those that have another."""
-    given1, given2 = weight1, weight2
-    (weight1, bias1), (weight2, bias2) = in_type(x, weight1, bias1), in_type(x, weight2, bias2)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, the pre-activation and what the gate multiplies, the last two only if they are to be kept.
+
+    ``narrow1`` and ``narrow2`` are the weights in the type of x, where they have another.
+    """
+    (weight1, bias1), (weight2, bias2) = in_type(x, weight1, narrow1, bias1), in_type(x, weight2, narrow2, bias2)
     pre, hidden = pre_and_act(x, weight1, bias1, act, keep, conservative)
     branch = product(hidden, weight2, bias2)
     y = branch
     if gate is not None or residual is not None:
         y = launch_act(branch, None, gate, residual, None, 0.0, "none", conservative)
-    return (
-        y,
-        x.new_empty(0) if pre is None or not keep else pre,
-        branch if keep_branch and gate is not None else x.new_empty(0),
-        x.new_empty(0) if weight1 is given1 else weight1,
-        x.new_empty(0) if weight2 is given2 else weight2,
-    )
+    none = (x.new_empty(0), x.new_empty(0))
+    return y, none[0] if pre is None or not keep else pre, branch if keep_branch and gate is not None else none[1]
 
 
 def _fake(
@@ -51,20 +49,20 @@ def _fake(
     bias1: torch.Tensor | None,
     weight2: torch.Tensor,
     bias2: torch.Tensor | None,
+    narrow1: torch.Tensor | None,
+    narrow2: torch.Tensor | None,
     gate: torch.Tensor | None,
     residual: torch.Tensor | None,
     act: str,
     keep: bool,
     keep_branch: bool,
     conservative: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     shape = (*x.shape[:-1], weight2.shape[0])
     return (
         x.new_empty(shape, dtype=x.dtype if residual is None else residual.dtype),
         x.new_empty((*x.shape[:-1], weight1.shape[0]) if keep else (0,)),
         x.new_empty(shape if keep_branch and gate is not None else (0,)),
-        x.new_empty((0,) if weight1.dtype == x.dtype else weight1.shape),
-        x.new_empty((0,) if weight2.dtype == x.dtype else weight2.shape),
     )
 
 
@@ -98,7 +96,7 @@ def _backward_body(
     inner = need_x or need_weight1 or need_bias1
     if inner or need_weight2:
         if pre is None:
-            pre = product(x, *in_type(x, weight1, bias1))
+            pre = product(x, *in_type(x, weight1, None, bias1))
         if inner:
             dpre, dbias1, hidden = back_through_act(
                 back_through_product(dbranch, weight2), pre, bias1 if need_bias1 else None, act, conservative,
@@ -149,26 +147,26 @@ mlp_backward_op = Op("mlp_backward", _backward_body, _backward_fake)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight1, bias1, weight2, bias2, gate, _, act, keep, keep_branch, conservative = inputs
-    _, pre, branch, own1, own2 = output
+    x, weight1, bias1, weight2, bias2, narrow1, narrow2, gate, _, act, keep, keep_branch, conservative = inputs
+    _, pre, branch = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(pre, branch, own1, own2)
-    own1, own2 = weight1 if weight1.dtype == x.dtype else own1, weight2 if weight2.dtype == x.dtype else own2
-    ctx.save_for_backward(
-        x, own1, bias1, own2, bias2, gate, pre if keep else None, branch if keep_branch and gate is not None else None
-    )
+    ctx.mark_non_differentiable(pre, branch)
+    own = weight1 if narrow1 is None else narrow1, weight2 if narrow2 is None else narrow2
+    kept = pre if keep else None, branch if keep_branch and gate is not None else None
+    ctx.save_for_backward(x, own[0], bias1, own[1], bias2, gate, *kept)
     ctx.rest = act, conservative, weight1.dtype, weight2.dtype
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
-        return (None,) * 11
-    needs = ctx.needs_input_grad
+        return (None,) * 13
+    *layers, _, _, gate, residual = ctx.needs_input_grad[:9]
+    needs = [*layers, gate]
     given: tuple[torch.Tensor | None, ...] = (None,) * 6
-    if any(needs[:6]):
-        given = mlp_backward_op(dy, *ctx.saved_tensors, *ctx.rest, list(needs[:6]))
-    given = tuple(value if need else None for value, need in zip(given, needs[:6], strict=True))
-    return (*given, dy if needs[6] else None, None, None, None, None)
+    if any(needs):
+        given = mlp_backward_op(dy, *ctx.saved_tensors, *ctx.rest, needs)
+    given = tuple(value if need else None for value, need in zip(given, needs, strict=True))
+    return (*given[:5], None, None, given[5], dy if residual else None, None, None, None, None)
 
 
 mlp_op = Op("mlp", _body, _fake, _setup, _backward)

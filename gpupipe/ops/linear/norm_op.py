@@ -18,6 +18,7 @@ def _body(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    narrow: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     norm_bias: torch.Tensor | None,
     scale: torch.Tensor | None,
@@ -26,30 +27,31 @@ def _body(
     rms: bool,
     factor: float,
     conservative: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The result, of type ``dtype``; mean (empty for RMS) and 1 / deviation of each row; the weight in that type if it has
-    another."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The result, and mean (empty for RMS) and 1 / deviation of each row.
+
+    ``narrow`` is the weight in the type of the result, if it has another.
+    """
     normal, _, mean, rstd = launch_forward(
         x, None, None, None, 0.0, norm_weight, norm_bias, scale, shift, eps, rms, conservative
     )  # fmt: skip
-    normal, given = normal.to(dtype), weight
-    weight, bias = in_type(normal, weight, bias)
-    own = normal.new_empty(0) if weight is given else weight
+    normal = normal.to(weight.dtype if narrow is None else narrow.dtype)
+    weight, bias = in_type(normal, weight, narrow, bias)
     if factor == 1:
-        return product(normal, weight, bias), mean, rstd, own
+        return product(normal, weight, bias), mean, rstd
     if conservative:
-        return product(normal, weight, bias).mul_(factor), mean, rstd, own
+        return product(normal, weight, bias).mul_(factor), mean, rstd
     flat = matrix(normal)
     start = weight.new_empty(weight.shape[0]) if bias is None else bias
     y = torch.addmm(start, flat, weight.t(), beta=0.0 if bias is None else factor, alpha=factor)
-    return y.view(*x.shape[:-1], weight.shape[0]), mean, rstd, own
+    return y.view(*x.shape[:-1], weight.shape[0]), mean, rstd
 
 
 def _fake(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
+    narrow: torch.Tensor | None,
     norm_weight: torch.Tensor | None,
     norm_bias: torch.Tensor | None,
     scale: torch.Tensor | None,
@@ -58,14 +60,12 @@ def _fake(
     rms: bool,
     factor: float,
     conservative: bool,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     count = x.numel() // x.shape[-1]
     return (
-        weight.new_empty((*x.shape[:-1], weight.shape[0]), dtype=dtype),
+        (weight if narrow is None else narrow).new_empty((*x.shape[:-1], weight.shape[0])),
         x.new_empty(0 if rms else count, dtype=torch.float32),
         x.new_empty(count, dtype=torch.float32),
-        weight.new_empty((0,) if weight.dtype == dtype else weight.shape, dtype=dtype),
     )
 
 
@@ -153,21 +153,22 @@ norm_linear_backward_op = Op("norm_linear_backward", _backward_body, _backward_f
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, weight, *others = inputs[:7]
-    *rest, dtype = inputs[7:]
-    _, mean, rstd, own = output
+    x, weight, bias, narrow, *norm = inputs[:8]
+    _, mean, rstd = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(mean, rstd, own)
-    ctx.save_for_backward(x, weight if weight.dtype == dtype else own, *others, mean, rstd)
-    ctx.rest = *rest, weight.dtype
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight if narrow is None else narrow, bias, *norm, mean, rstd)
+    ctx.rest = *inputs[8:], weight.dtype
 
 
 def _backward(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | None, ...]:
     if dy is None:
         return (None,) * 12
-    needs = ctx.needs_input_grad[:7]
-    given = norm_linear_backward_op(dy, *ctx.saved_tensors, *ctx.rest, list(needs))
-    return (*(value if need else None for value, need in zip(given, needs, strict=True)), *[None] * 5)
+    layer, norm = ctx.needs_input_grad[:3], ctx.needs_input_grad[4:8]
+    needs = [*layer, *norm]
+    given = norm_linear_backward_op(dy, *ctx.saved_tensors, *ctx.rest, needs)
+    given = [value if need else None for value, need in zip(given, needs, strict=True)]
+    return (*given[:3], None, *given[3:], None, None, None, None)
 
 
 norm_linear_op = Op("norm_linear", _body, _fake, _setup, _backward)

@@ -12,9 +12,11 @@ from gpupipe.ops.activation.forward import launch_act
 from gpupipe.ops.layout import matrix
 
 
-def in_type(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias in the type of x, in which the product is made."""
-    return weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+def in_type(
+    x: torch.Tensor, weight: torch.Tensor, narrow: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias in the type of x, in which the product is made; ``narrow`` is the weight in it, if it has another."""
+    return weight if narrow is None else narrow, None if bias is None else bias.to(x.dtype)
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
