@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
-from gpupipe.ops.activation.backward import launch_act_backward
 from gpupipe.ops.layout import matrix
-from gpupipe.ops.linear.products import back_through_product, in_type, product, weight_gradient
+from gpupipe.ops.linear.products import back_through_product, bias_gradient, in_type, product, weight_gradient
 from gpupipe.ops.norms.backward import launch_backward
 from gpupipe.ops.norms.forward import launch_forward
 from gpupipe.ops.op import Op
@@ -94,10 +93,7 @@ def _backward_body(
     need_x, need_weight, need_bias, *need_norm = needs
     given: list[torch.Tensor | None] = [None] * 7
     if need_bias and bias is not None:
-        _, dbias, _, _ = launch_act_backward(
-            dy, None, None, None, None, 0.0, "none", dy.dtype, conservative, want_x=False, like_bias=bias
-        )  # fmt: skip
-        given[2] = dbias
+        given[2] = bias_gradient(dy, bias, conservative)
     if need_weight:
         normal = launch_forward(
             x, None, None, None, 0.0, norm_weight, norm_bias, scale, shift, eps, rms, conservative
