@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from gpupipe.device.cublaslt import gelu_and_input
 from gpupipe.ops.activation.backward import launch_act_backward
 from gpupipe.ops.activation.forward import launch_act
 from gpupipe.ops.layout import matrix
@@ -29,13 +30,17 @@ def pre_and_act(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The product, and the activation of it.
 
-    Where the pre-activation is not to be kept, cuBLASLt's epilogue applies the tanh form of GELU to sums in float32, before
-    they are rounded; conservative mode does not allow that.
+    cuBLASLt's epilogue applies the tanh form of GELU to sums in float32, before they are rounded; conservative mode does not
+    allow that.
     """
-    if act == "gelu_tanh" and x.is_cuda and not keep and not conservative:
-        shift = weight.new_zeros(weight.shape[0]) if bias is None else bias
-        made = torch._addmm_activation(shift, matrix(x), weight.t(), use_gelu=True)
-        return None, made.view(*x.shape[:-1], weight.shape[0])
+    if act == "gelu_tanh" and x.is_cuda and not conservative:
+        shape = (*x.shape[:-1], weight.shape[0])
+        if not keep:
+            shift = weight.new_zeros(weight.shape[0]) if bias is None else bias
+            return None, torch._addmm_activation(shift, matrix(x), weight.t(), use_gelu=True).view(shape)
+        both = gelu_and_input(matrix(x), matrix(weight), bias)
+        if both is not None:
+            return both[0].view(shape), both[1].view(shape)
     pre = product(x, weight, bias)
     if act == "none":
         return None, pre
