@@ -306,6 +306,7 @@ def test_what_a_file_does_not_say_of_the_step_is_its_own(write: Write) -> None:
     assert (step.mixed_precision, step.cuda_graph, step.recompute) == (None, None, "none")
     assert TrainingConfig.from_yaml(write("cuda_graph: off\nmixed_precision: bf16")).cuda_graph is None
     assert TrainingConfig.from_yaml(write("cuda_graph: on")).cuda_graph == GraphConfig()
+    assert TrainingConfig.from_yaml(write("cuda_graph: {capture: always}")).cuda_graph == GraphConfig(capture="always")
 
 
 @pytest.mark.parametrize(

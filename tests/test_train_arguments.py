@@ -105,7 +105,7 @@ def value(of: Any) -> Callable[[], Any]:
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "AdaptiveGraph": (
         with_defaults(AdaptiveGraph, target=model, device=value("cpu")),
-        "target warmup_steps capture_frequency max_graphs optimizers segments device",
+        "target warmup_steps capture_frequency max_graphs optimizers capture segments device",
     ),
     "Ema": (with_defaults(Ema, model=model), "model decay weights"),
     "Ema.load_state_dict": (lambda **given: Ema(model()).load_state_dict(**given), "state"),

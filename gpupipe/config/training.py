@@ -78,6 +78,8 @@ class GraphConfig(StageConfig):
     """How often a kind of call must have come before it is captured."""
     max_graphs: Annotated[int, Field(ge=1)] = 8
     """Kinds of calls that are captured, at most."""
+    capture: Literal["auto", "always"] = "auto"
+    """``auto``: kinds of calls of which the host is the bottleneck, as is measured; ``always``: all that repeat."""
     segments: Literal["auto", "off"] = "auto"
     """Whether a module that cannot be captured whole is cut where it asks for a value on the host."""
 

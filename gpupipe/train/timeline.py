@@ -33,6 +33,10 @@ class Mark:
             self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._event.record(torch.cuda.current_stream(device))
 
+    def reached(self) -> bool:
+        """Whether it has come; does not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def since_ms(self, other: Mark) -> float:
         """Milliseconds from another moment to this one. Waits until both have come."""
         if self._event is None or other._event is None:

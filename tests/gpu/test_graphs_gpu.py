@@ -14,7 +14,8 @@ from gpupipe import VideoLoader, ops
 from gpupipe.train.graphs import AdaptiveGraph
 
 pytestmark = pytest.mark.gpu
-OPTIONS: dict[str, Any] = {"warmup_steps": 6, "capture_frequency": 2}
+OPTIONS: dict[str, Any] = {"warmup_steps": 6, "capture_frequency": 2, "capture": "always"}
+BY_ITSELF: dict[str, Any] = {**OPTIONS, "capture": "auto"}
 NEAR = 1e-3
 """What a sum in another order comes to over some steps; a wrong batch is off by more than a tenth."""
 
@@ -224,3 +225,72 @@ def test_memory_comes_back() -> None:
     graph.release()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved() < held
+
+
+class Multiplies(nn.Module):
+    """Products of square matrices, one after the other."""
+
+    def __init__(self, size: int, layers: int, times: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size, bias=False) for _ in range(layers))
+        self.times = times
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.times):
+            for layer in self.layers:
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_graph_is_made_where_launches_cost_something(waits: bool) -> None:
+    """By default; the kernels of the large model take the GPU far longer than the host takes to launch them."""
+    small, _ = pair()
+    large = Multiplies(8192, 4).cuda().bfloat16()
+    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for model, batch, expected in ((small, inputs(1)[0], 1), (large, x, 0)):
+        for options in (BY_ITSELF, OPTIONS):
+            graph = AdaptiveGraph(model, **options)
+            for _ in range(20):
+                graph(batch).float().square().mean().backward()
+                model.zero_grad()
+                if waits:
+                    torch.cuda.synchronize()
+            report = graph.report()
+            graph.release()
+            captured = expected or int(options is OPTIONS)
+            assert report.graphs == captured, str(report)
+            assert report.hits == 14 * captured, str(report)
+            assert len(report.gpu_bound) == 1 - captured
+            assert not report.failures
+
+
+def test_a_full_queue_of_launches_does_not_make_the_host_look_slow() -> None:
+    """Over a thousand launches ahead, the host waits for a kernel with each: its time of a call is the GPU's then."""
+    model = Multiplies(3072, 1, times=3000).cuda().bfloat16()
+    x = torch.randn(3072, 3072, device="cuda", dtype=torch.bfloat16)
+    graph = AdaptiveGraph(model, **BY_ITSELF)
+    with torch.no_grad():
+        for _ in range(9):
+            graph(x)
+    report = graph.report()
+    assert report.graphs == 0, str(report)
+    assert len(report.gpu_bound) == 1
+
+
+def test_a_capture_of_somebody_else_s_is_left_alone() -> None:
+    model, _ = pair()
+    graph = AdaptiveGraph(model, **BY_ITSELF)
+    (x,) = inputs(1)
+    with torch.no_grad():
+        for _ in range(4):  # the next call would be measured
+            expected = graph(x)
+        whole = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(whole):
+            made = graph(x)
+        whole.replay()
+        assert torch.allclose(made, expected, rtol=NEAR, atol=1e-5)
+        for _ in range(10):
+            graph(x)
+    assert not graph.report().failures
+    assert graph.report().graphs == 1

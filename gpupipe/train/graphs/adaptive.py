@@ -8,8 +8,8 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -19,10 +19,11 @@ import torch
 from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError, GraphError
 from gpupipe.telemetry import log
-from gpupipe.train.arguments import a_device, a_function, of, several, whole
+from gpupipe.train.arguments import a_device, a_function, several, whole
 from gpupipe.train.forwards import Replaced, Standing, forward_of
-from gpupipe.train.graphs.gradients import Gradients
+from gpupipe.train.graphs.gradients import Gradients, check_optimizer
 from gpupipe.train.graphs.graphed import Graphed, Pending
+from gpupipe.train.graphs.pace import LOOK_AGAIN, LOOKS, Clock, DeviceClock, Pace, shown
 from gpupipe.train.graphs.recorder import CudaRecorder, NotCaptured, Recorder
 from gpupipe.train.graphs.report import GraphReport
 from gpupipe.train.graphs.segments import in_segments
@@ -63,6 +64,9 @@ class _Seen:
     next_try: int = 0
     """Its own count of calls from which on it may be tried again."""
     graphed: Graphed | None = None
+    pace: Pace = field(default_factory=Pace)
+    gpu_bound: str | None = None
+    """Why a graph would gain nothing, if so."""
 
 
 class AdaptiveGraph:
@@ -79,6 +83,12 @@ class AdaptiveGraph:
     largest first, so that the smaller ones fit into its memory. Inputs are copied into memory of the graph, outputs and
     gradients out of it: all of them are yours to keep. Until the backward of a replayed forward has run, other calls run as
     they are.
+
+    A graph saves the host its launches and keeps memory for itself: where the GPU is the bottleneck it gains nothing. So,
+    unless ``capture`` is ``always``, the last calls before a capture are measured on the host and on the GPU. A kind of call
+    that takes the GPU over 1.5 times as long as the host takes to launch it, or that finds and leaves the GPU 2 ms behind, runs
+    as it is; the log, at level info, and :meth:`report` tell both times. After 1000 more of them it is looked at again. Of a
+    module it is the forward that is measured: in a backward the GPU has more to do still.
 
     What cannot be captured (a value that the host must see, such as ``.item()``) is named in the log and in :meth:`report`, and
     runs as it is. With ``segments`` a module is then cut at such places by TorchDynamo, and the parts are captured.
@@ -99,9 +109,11 @@ class AdaptiveGraph:
         capture_frequency: how often a kind of call must have come.
         max_graphs: kinds of calls that are captured, at most.
         optimizers: those that a step runs: they must be capturable.
+        capture: ``auto``: kinds of calls of which the host is the bottleneck; ``always``: all.
         segments: cut a module that cannot be captured whole: ``auto``, or not at all.
         device: default the current CUDA device; on the CPU everything runs as it is.
         recorder: makes what records; for tests.
+        clock: the host's time and the GPU's; for tests. Without one, ``auto`` is ``always`` where there is no GPU.
 
     ``GPUPIPE_GRAPH_RETRY`` (default 1) is how often a failed kind of call is tried again, ``GPUPIPE_GRAPH_THRESHOLD`` (default
     0.2) the hit rate under which all is given up, with ``TT_ERR_GRAPH`` in the log.
@@ -120,9 +132,11 @@ class AdaptiveGraph:
         capture_frequency: int = 5,
         max_graphs: int = 8,
         optimizers: Sequence[torch.optim.Optimizer] = (),
+        capture: Literal["auto", "always"] = "auto",
         segments: Literal["auto", "off"] = "auto",
         device: torch.device | str | None = None,
         recorder: Callable[[], Recorder] | None = None,
+        clock: Clock | None = None,
     ) -> None:
         whole(capture_frequency, "capture_frequency", 1)
         whole(max_graphs, "max_graphs", 1)
@@ -133,10 +147,11 @@ class AdaptiveGraph:
                 "DistributedDataParallel as a whole cannot be captured: replays would not average gradients",
                 fix="capture the module in it: AdaptiveGraph(model.module).installed()",
             )
-        if segments not in ("auto", "off"):
-            raise ConfigError(f"segments={segments!r}", fix="choose 'auto' or 'off'")
+        for name, value, known in (("segments", segments, ("auto", "off")), ("capture", capture, ("auto", "always"))):
+            if value not in known:
+                raise ConfigError(f"{name}={value!r}", fix=f"choose {known[0]!r} or {known[1]!r}")
         for optimizer in several(optimizers, "optimizers", "a list of optimizers, as optimizers=[optimizer]"):
-            _check_optimizer(optimizer)
+            check_optimizer(optimizer)
         self.target = target
         self._module = target if isinstance(target, torch.nn.Module) else None
         self._function: Callable[..., Any] = target
@@ -147,10 +162,11 @@ class AdaptiveGraph:
         self._device = resolve_device("auto" if device is None else str(a_device(device)))
         self._options: dict[str, Any] = {
             "warmup_steps": warmup_steps, "capture_frequency": capture_frequency, "max_graphs": max_graphs,
-            "segments": segments, "device": self._device, "recorder": recorder,
+            "capture": capture, "segments": segments, "device": self._device, "recorder": recorder, "clock": clock,
         }  # fmt: skip
         if recorder is None and self._device.type == "cuda":
-            recorder = partial(CudaRecorder, self._device)
+            recorder, clock = partial(CudaRecorder, self._device), clock or DeviceClock(self._device)
+        self._clock = clock if capture == "auto" else None
         self._new_recorder = recorder
         self._recorder = recorder() if recorder is not None else None
         self._pending = Pending()
@@ -163,6 +179,8 @@ class AdaptiveGraph:
         self._seen: dict[Hashable, _Seen] = {}
         self._cut: tuple[Callable[..., Any], list[AdaptiveGraph]] | None = None
         self._calls = self._hits = self._late_calls = self._late_hits = self._launches = self._held_up = 0
+        self._late_left = self._told = 0
+        """Calls that were left as they are for the GPU is the bottleneck, and kinds of them that were told."""
         self._failures: dict[str, None] = {}
         self._given_up: str | None = None if self._recorder is not None else f"there are no graphs on {self._device}"
 
@@ -194,13 +212,15 @@ class AdaptiveGraph:
         if self._pending.count:
             self._held_up += seen.graphed is not None
             return self._plainly(*args, **kwargs)
-        if seen.graphed is None and late and self._is_due(kind, seen):
+        if seen.graphed is None and late and self._is_due(kind, seen) and self._gains(seen, tensors):
             self._capture(kind, seen, args, kwargs)
         if self._cut is not None:
             return self._in_segments(late, *args, **kwargs)
         if seen.graphed is None:
+            self._late_left += late and seen.gpu_bound is not None
             self._judge()
-            return self._looked_on_at(kind, args, kwargs)
+            with self._measured(seen):
+                return self._looked_on_at(kind, args, kwargs)
         if not seen.graphed.fits(tensors):
             self._fail("an argument that is written to shares memory with another one")
             return self._plainly(*args, **kwargs)
@@ -259,12 +279,39 @@ class AdaptiveGraph:
             return False
         if seen.times == 1 and self._device.type == "cuda":
             return False  # libraries and kernels get ready in a first call, which no capture allows
-        if sum(each.graphed is not None for each in self._seen.values()) >= self._most:
+        if self._is_full():
             return False
-        often = [each for each in self._seen.values() if each.times >= self._frequency and each.failed <= self._retries]
+        others = [each for each in self._seen.values() if each.gpu_bound is None]
+        often = [seen, *(each for each in others if each.times >= self._frequency and each.failed <= self._retries)]
         largest = max(often, key=lambda each: each.size_bytes)
         waited = seen.times - self._frequency
         return seen is largest or largest.graphed is not None or waited >= _PATIENCE * self._frequency
+
+    def _is_full(self) -> bool:
+        return sum(each.graphed is not None for each in self._seen.values()) >= self._most
+
+    def _measured(self, seen: _Seen) -> AbstractContextManager[None]:
+        """Round a call that runs as it is: measures it where it is among the last ones before it may be captured."""
+        near = self._calls + LOOKS > self._warmup and seen.times + LOOKS >= max(self._frequency, seen.next_try)
+        if self._clock is None or not near or seen.times == 1 or seen.failed > self._retries or self._is_full():
+            return nullcontext()
+        return seen.pace.measured(self._clock)
+
+    def _gains(self, seen: _Seen, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether a graph would gain anything, as far as that is known by now."""
+        if self._clock is None:
+            return True
+        if not seen.pace.known():
+            return False
+        times, before = seen.pace.gpu_bound(), seen.gpu_bound
+        seen.gpu_bound = None if times is None else f"{shown(tensors)}: {times}"
+        if times is None:
+            return True
+        seen.next_try = seen.times + LOOK_AGAIN  # the rest of the loop may change, or how fast the host is
+        self._told += before is None
+        if before is None and self._told <= _TOLD:
+            log.info("a call runs as it is, for a graph would gain nothing (capture='always' makes one): %s", seen.gpu_bound)
+        return False
 
     def _capture(self, kind: Hashable, seen: _Seen, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._recorder is not None
@@ -294,20 +341,20 @@ class AdaptiveGraph:
     def _like_this(self, function: Callable[..., Any]) -> AdaptiveGraph:
         """For a segment: with a pool of its own, for its forward is followed by those of others before its backward."""
         made = AdaptiveGraph(
-            _Segment(function), warmup_steps=0, capture_frequency=self._frequency, max_graphs=self._most, segments="off",
-            device=self._device, recorder=self._new_recorder,
+            _Segment(function), warmup_steps=0, capture_frequency=self._frequency, max_graphs=self._most,
+            capture="always", segments="off", device=self._device, recorder=self._new_recorder,
         )  # fmt: skip
         return made
 
     def _judge(self) -> None:
         """Gives up for good where too few calls are hits."""
-        if self._late_calls < _JUDGED_AFTER + self._frequency * _PATIENCE or self._cut is not None:
+        calls = self._late_calls - self._late_left
+        if calls < _JUDGED_AFTER + self._frequency * _PATIENCE or self._cut is not None:
             return
-        rate = self._late_hits / self._late_calls
+        rate = self._late_hits / calls
         if rate < self._threshold:
             self._given_up = (
-                f"{100 * rate:.0f} % of {self._late_calls} calls could be replayed, under {100 * self._threshold:.0f} %"
-                f" ({THRESHOLD[0]})"
+                f"{100 * rate:.0f} % of {calls} calls could be replayed, under {100 * self._threshold:.0f} % ({THRESHOLD[0]})"
             )
             log.warning("[%s] graphs are given up: %s; everything runs as it is", GraphError.code, self._given_up)
             self.release()
@@ -326,6 +373,7 @@ class AdaptiveGraph:
             pool_bytes=sum(each.pool_bytes for each in reports) + (self._recorder.pool_bytes if self._recorder else 0),
             launches_saved=self._launches + sum(each.launches_saved for each in reports),
             failures=tuple(self._failures),
+            gpu_bound=tuple(each.gpu_bound for each in self._seen.values() if each.gpu_bound is not None)[:_TOLD],
             held_up=self._held_up,
             given_up=self._given_up,
         )
@@ -397,21 +445,6 @@ class _Segment(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         return self._function(*args)
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    of(torch.optim.Optimizer, optimizer, "one of optimizers", "give optimizers of torch.optim, which a graph can follow")
-    for number, group in enumerate(optimizer.param_groups):
-        if not group.get("capturable", False):
-            raise ConfigError(
-                f"optimizer {type(optimizer).__name__} cannot be captured (group {number} has capturable=False)",
-                fix="make it with capturable=True and fused=True where it has them, or capture the module alone",
-            )
-        if not isinstance(group["lr"], torch.Tensor):
-            raise ConfigError(
-                f"group {number} of {type(optimizer).__name__} has a number for learning rate, {group['lr']!r}: it would stay",
-                fix="give lr=torch.tensor(…), which schedulers change in place",
-            )
 
 
 def _from_environment(names: Sequence[str], default: float, *, lowest: float) -> float:

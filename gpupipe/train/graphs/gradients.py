@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from gpupipe.errors import ConfigError
+from gpupipe.train.arguments import of
 from gpupipe.train.graphs.recorder import NotCaptured
 
 _NUMBERS = (int, float, bool, str, type(None), tuple)
@@ -165,6 +167,26 @@ def copies(values: list[torch.Tensor]) -> list[torch.Tensor]:
         for numbers in kinds.values():
             torch._foreach_copy_([made[number] for number in numbers], [values[number] for number in numbers])
     return made
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Whether a step with it can be captured.
+
+    Raises:
+        ConfigError: if not.
+    """
+    of(torch.optim.Optimizer, optimizer, "one of optimizers", "give optimizers of torch.optim, which a graph can follow")
+    for number, group in enumerate(optimizer.param_groups):
+        if not group.get("capturable", False):
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__} cannot be captured (group {number} has capturable=False)",
+                fix="make it with capturable=True and fused=True where it has them, or capture the module alone",
+            )
+        if not isinstance(group["lr"], torch.Tensor):
+            raise ConfigError(
+                f"group {number} of {type(optimizer).__name__} has a number for learning rate, {group['lr']!r}: it would stay",
+                fix="give lr=torch.tensor(…), which schedulers change in place",
+            )
 
 
 def _place(grad: torch.Tensor | None) -> int | None:

@@ -26,6 +26,8 @@ class GraphReport:
     """Calls that could have been replayed but for an earlier one whose backward had not run, as of losses that are kept."""
     failures: tuple[str, ...] = field(default=())
     """What could not be captured, and where."""
+    gpu_bound: tuple[str, ...] = field(default=())
+    """Kinds of calls that run as they are, for the GPU is the bottleneck and a graph would gain nothing, with both times."""
     given_up: str | None = None
     """Why nothing is captured any more; None while it is."""
 
@@ -39,6 +41,7 @@ class GraphReport:
         if self.held_up:
             lines.append(f"{self.held_up} calls ran as they are while an earlier one still waited for its backward")
         lines += [f"not captured: {failure}" for failure in self.failures]
+        lines += [f"as it is, for a graph would gain nothing: {call}" for call in self.gpu_bound]
         if self.given_up is not None:
             lines.append(f"given up: {self.given_up}")
         return "\n".join(lines)
