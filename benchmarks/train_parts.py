@@ -16,10 +16,11 @@ from train_models import Inputs, Model, inputs_of
 from gpupipe.train import AdaptiveGraph, Precision, Watch, recompute
 
 Compiled = Literal["no", "default", "reduce-overhead"]
+Graphs = Literal["no", "auto", "always"]
 CLIP, RATE = 1.0, 1e-4
 """The gradients' norm at most, and the optimizer's rate."""
-WARM_UPS = 3
-"""Steps before the clock starts: CUDA graphs are recorded in the second."""
+WARM_UPS = 6
+"""Steps before the clock starts: in the last but one CUDA graphs are recorded, if those before show that it gains anything."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +31,14 @@ class Part:
         fused: the model over ``gpupipe.ops``.
         precision: fields of a PrecisionConfig; None: torch's autocast and clipping, as in anybody's loop.
         watch: whether losses and gradients are watched.
-        graphs: forward and backward by CUDA graphs.
+        graphs: forward and backward by CUDA graphs: always, or where the host is the bottleneck.
         again: the policy by which activations are made again in the backward.
     """
 
     fused: bool = False
     precision: dict[str, Any] | None = field(default=None)
     watch: bool = False
-    graphs: bool = False
+    graphs: Graphs = "no"
     again: Literal["none", "elementwise"] = "none"
     compiled: Compiled = "no"
 
@@ -49,8 +50,8 @@ SUBJECTS = {
     "fp16-scaler": Part(precision={"dtype": "float16"}),
     "fused": Part(fused=True),
     "fused-elementwise": Part(fused=True, again="elementwise"),
-    "graphs": Part(graphs=True),
-    "gpupipe": Part(fused=True, graphs=True, precision={"dtype": "bfloat16", "master_weights": True}),
+    "graphs": Part(graphs="always"),
+    "gpupipe": Part(fused=True, graphs="auto", precision={"dtype": "bfloat16", "master_weights": True}),
     "compile": Part(compiled="default"),
     "compile-reduce-overhead": Part(compiled="reduce-overhead"),
 }
@@ -70,8 +71,10 @@ class Training:
             recompute(self.net, part.again)
         self.model: nn.Module = self.net
         self.graph: AdaptiveGraph | None = None
-        if part.graphs:
-            self.graph = AdaptiveGraph(self.net, warmup_steps=1, capture_frequency=1, device=device)
+        if part.graphs != "no":
+            self.graph = AdaptiveGraph(
+                self.net, warmup_steps=WARM_UPS - 2, capture_frequency=WARM_UPS - 1, capture=part.graphs, device=device
+            )
             self.graph.installed()
         if part.compiled != "no":
             torch._dynamo.reset()
@@ -131,16 +134,23 @@ class Training:
         return made
 
     def check_graphs(self) -> None:
-        """Raises RuntimeError where there should be graphs and there are none: it would be eager's time."""
-        if self.graph is not None and self.device.type == "cuda" and not self.graph.report().hits:
-            raise RuntimeError(f"nothing was captured: {self.graph.report()}")
+        """Raises RuntimeError where there should be graphs and there are none: it would be eager's time. Those that would gain
+        nothing are told, and no fault."""
+        if self.graph is None or self.device.type != "cuda":
+            return
+        report = self.graph.report()
+        if report.gpu_bound:
+            print(f"no graphs, which would gain nothing: {'; '.join(report.gpu_bound)}", flush=True)
+        elif not report.hits:
+            raise RuntimeError(f"nothing was captured: {report}")
 
     def saved_gb(self, inputs: Inputs) -> float | None:
-        """What a forward leaves for its backward, in GB (10^9 bytes); None by CUDA graphs, which keep it all the time.
+        """What a forward leaves for its backward, in GB (10^9 bytes); None with CUDA graphs, which keep it all the time.
 
         On a GPU what it leaves allocated, casts of weights among it; elsewhere what autograd saves.
         """
-        if self.part.graphs or self.part.compiled == "reduce-overhead":
+        graphs = self.part.graphs == "always" or (self.graph is not None and self.graph.report().graphs > 0)
+        if graphs or self.part.compiled == "reduce-overhead":
             return None
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
