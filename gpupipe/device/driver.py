@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -120,20 +120,30 @@ def context_of(stream: int) -> int:
 
 
 def copy_rows(
-    target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int, *, stream: int, context: int
+    places: Iterable[tuple[int, int]],
+    target_pitch: int,
+    source_pitch: int,
+    row_bytes: int,
+    rows: int,
+    *,
+    stream: int,
+    context: int,
 ) -> None:
-    """Copies rows from one place of a device's memory to another, on a stream of ``context``. Pitches in bytes.
+    """Copies rows from places of a device's memory to others, (target, source) each, on a stream of ``context``. Pitches in
+    bytes.
 
     Raises:
         RuntimeError: with CUDA's name of what went wrong.
     """
     copy = _Copy(
-        source_memory_type=_ON_DEVICE, source_device=source, source_pitch=source_pitch,
-        target_memory_type=_ON_DEVICE, target_device=target, target_pitch=target_pitch,
+        source_memory_type=_ON_DEVICE, source_pitch=source_pitch,
+        target_memory_type=_ON_DEVICE, target_pitch=target_pitch,
         row_bytes=row_bytes, rows=rows,
     )  # fmt: skip
+    call, address = _driver().cuMemcpy2DAsync_v2, ctypes.byref(copy)
     with _Within(context):
-        _check(_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream))
+        for copy.target_device, copy.source_device in places:
+            _check(call(address, stream))
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gpupipe.device.driver import context_of, copy_rows
@@ -44,16 +44,16 @@ class FrameStore:
             with torch.cuda.stream(self._stream):
                 self._memory = torch.empty(needed, dtype=torch.uint8, device=self._stream.device)
 
-    def copy_surface(self, slot: int, address: int, pitch_bytes: int) -> None:
-        """Copies one frame, luma and chroma rows together, from device memory of another pitch."""
+    def copy_surfaces(self, frames: Iterable[tuple[int, int]], pitch_bytes: int) -> None:
+        """Copies frames, luma and chroma rows together, from device memory of another pitch: (slot, address) each."""
         assert self._memory is not None
         stream = self._stream.cuda_stream
         if not self._context:
             self._context = context_of(stream)
+        here, step = self._memory.data_ptr(), self._frame_bytes
         copy_rows(
-            self._memory.data_ptr() + slot * self._frame_bytes,
+            [(here + slot * step, address) for slot, address in frames],
             self._pitch_bytes,
-            address,
             pitch_bytes,
             min(self._row_bytes, pitch_bytes),
             self._rows,
