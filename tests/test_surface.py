@@ -21,6 +21,23 @@ def store() -> FrameStore:
     return FrameStore(stream)
 
 
+def test_scratch_is_the_same_memory_until_it_is_too_small(store: FrameStore) -> None:
+    first = store.scratch(1000)
+    assert store.scratch(300) is store.scratch(1000) is first
+    larger = store.scratch(2000)
+    assert larger.numel() >= 2000
+    store.reserve(40, FORMAT)
+    assert store.scratch(2000) is larger, "frames that need more room leave it alone"
+    store.clear()
+    assert store._scratch is None
+
+
+def test_much_scratch_is_not_kept(store: FrameStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surface, "_MOST_SCRATCH_BYTES", 1000)
+    assert store.scratch(1001).numel() == 1001
+    assert store._scratch is None
+
+
 def test_the_frames_of_a_call_are_copied_together(store: FrameStore, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(surface, "context_of", lambda stream: 3)

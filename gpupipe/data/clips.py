@@ -47,7 +47,7 @@ def make_clips(
             out = task.assembly.slot(slot, stream)
             records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
             clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
-        transform.apply_batch(clips, stop)
+        transform.apply_batch(clips, stop, engine.scratch if stream is not None else None)
         for slot, each, record in zip(task.slots, clips, records, strict=True):
             job.custom.finish(each.out, info, record, transform, watch)
             task.assembly.canvas.written(slot, each.out)
