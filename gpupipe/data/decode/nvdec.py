@@ -147,7 +147,7 @@ class NvdecDecoder:
         expected = [target.slots.get(packet) for packet in in_show_order]
         wanted = deque(rank for rank, slot in enumerate(expected) if slot is not None)
         a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // target.frame_bytes))
-        fed = shown = 0
+        fed, shown, ended = 0, 0, False
         while wanted and fed < len(expected):
             if stop():
                 raise Stopped
@@ -155,11 +155,12 @@ class NvdecDecoder:
             count = min(a_call, unwanted if unwanted > 0 else a_call, len(expected) - fed)
             put(count)
             fed += count
-            frames = target.decode(decoder, self._call(0), mapped_from=_NEVER if unwanted > 0 else 0)
+            ended = fed == len(expected)
+            frames = target.decode(decoder, self._call(0, last=ended), mapped_from=_NEVER if unwanted > 0 else 0)
             shown = target.take_in_order(frames, expected, shown)
             while wanted and wanted[0] < shown:
                 wanted.popleft()
-        rest = target.decode(decoder, self._end(), mapped_from=0 if wanted else _NEVER)
+        rest = [] if ended else target.decode(decoder, self._end(), mapped_from=_NEVER)
         if target.take_in_order(rest, expected, shown) != fed:
             raise _Miscounted
 
@@ -198,11 +199,13 @@ class NvdecDecoder:
             except ValueError as error:
                 raise Unsupported(f"packet {number} is damaged: {error}") from error
 
-    def _call(self, time: int) -> Any:
-        """What the bitstream holds, as one packet for the decoder."""
+    def _call(self, time: int, *, last: bool = False) -> Any:
+        """What the bitstream holds, as one packet for the decoder; behind the last one it puts out all it holds."""
         packet = self._nvc.PacketData()
         packet.bsl_data, packet.bsl = self._bitstream.address, self._bitstream.size_bytes
         packet.pts = packet.dts = time
+        if last:
+            packet.decode_flag = int(self._nvc.VideoPacketFlag.ENDOFSTREAM)
         return packet
 
     def _end(self) -> Any:
