@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counted_ops import counted_ops
 from plane_cases import (
     assert_clip,
     batch_of,
@@ -129,7 +130,9 @@ def test_memory_to_work_in_is_used_again_and_shows_nowhere(launches: list[str]) 
 
     for seed in (12, 13):
         ours, theirs = batch_of(seed, config, colors=True), batch_of(seed, config, colors=True)
-        transform.apply_batch(ours, scratch=scratch)
+        with counted_ops() as ops:
+            transform.apply_batch(ours, scratch=scratch)
+        assert not ops, "each makes the thread win the interpreter lock back from the training loop"
         transform.apply_batch(theirs)
         assert all(torch.equal(a.out, b.out) for a, b in zip(ours, theirs, strict=True))
     assert len(asked) == 2, "once a batch"
