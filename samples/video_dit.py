@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar, Literal, NamedTuple
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -69,17 +69,11 @@ class SelfAttention(nn.Module):
         return ops.linear_act(made.flatten(2), self.out.weight, self.out.bias, activation=None)
 
 
-class Pending(NamedTuple):
-    """A branch (B, N, hidden) that is still to be added to the tokens, times its gate (B, hidden)."""
-
-    branch: torch.Tensor
-    gate: torch.Tensor
-
-
 class Block(nn.Module):
     """Attention in space, attention along time, and an MLP, each behind a modulated norm and before a gated residual.
 
-    The MLP's branch is added by whoever comes next, in one pass with its norm.
+    The MLP's branch is added by whoever comes next, in one pass with its norm. It is handed on as tensors alone, since torch's
+    re-entrant checkpoints see no others.
     """
 
     attention: ClassVar[type[SelfAttention]] = SelfAttention
@@ -93,23 +87,25 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.hidden, config.hidden)
 
     def forward(
-        self, x: torch.Tensor, pending: Pending | None, cond: torch.Tensor, rope: ops.Rope
-    ) -> tuple[torch.Tensor, Pending]:
-        """x (B, N, hidden) and cond (B, hidden) to (B, N, hidden), and what is to be added to that."""
+        self, x: torch.Tensor, branch: torch.Tensor | None, gate: torch.Tensor | None, cond: torch.Tensor, rope: ops.Rope
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x (B, N, hidden), with branch (B, N, hidden) times gate (B, hidden) still to be added to it, and cond (B, hidden), to
+        the next x, branch and gate."""
         scale1, shift1, gate1, scale2, shift2, gate2, scale3, shift3, gate3 = rows_of(self.modulation, cond, 9)
-        y, x = added(x, pending, scale1, shift1)
-        y, x = added(x, Pending(self.spatial(y, rope), gate1), scale2, shift2)
-        y, x = added(x, Pending(self.temporal(y, rope), gate2), scale3, shift3)
-        return x, Pending(ops.mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias), gate3)
+        y, x = added(x, branch, gate, scale1, shift1)
+        y, x = added(x, self.spatial(y, rope), gate1, scale2, shift2)
+        y, x = added(x, self.temporal(y, rope), gate2, scale3, shift3)
+        return x, ops.mlp(y, self.up.weight, self.up.bias, self.down.weight, self.down.bias), gate3
 
 
 def added(
-    x: torch.Tensor, pending: Pending | None, scale: torch.Tensor, shift: torch.Tensor
+    x: torch.Tensor, branch: torch.Tensor | None, gate: torch.Tensor | None, scale: torch.Tensor, shift: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of the tokens with what was pending, modulated by scale and shift (B, hidden); and these tokens."""
-    if pending is None:
+    """The norm of the tokens with branch times gate added, if there is one, modulated by scale and shift (B, hidden); and these
+    tokens."""
+    if branch is None or gate is None:
         return ops.modulate_norm(x, scale, shift, eps=EPS), x
-    return ops.gate_add_modulate_norm(x, pending.branch, pending.gate, scale, shift, eps=EPS)
+    return ops.gate_add_modulate_norm(x, branch, gate, scale, shift, eps=EPS)
 
 
 def rows_of(layer: nn.Linear, cond: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
@@ -150,11 +146,11 @@ class VideoDiT(nn.Module):
         cond = functional.silu(self.time2(functional.silu(self.time1(waves))))
         x = ops.patch_embed3d(video, self.patch.weight, self.patch.bias)
         rope = self.rope_on(video.device)
-        pending: Pending | None = None
+        branch = gate = None
         for block in self.blocks:
-            x, pending = block(x, pending, cond, rope)
+            x, branch, gate = block(x, branch, gate, cond, rope)
         scale, shift = rows_of(self.modulation, cond, 2)
-        x, _ = added(x, pending, scale, shift)
+        x, _ = added(x, branch, gate, scale, shift)
         grid = (video.shape[2] // self.config.patch[0], video.shape[3] // self.config.patch[1], self.config.grid[2])
         return ops.unpatch_embed3d(x, grid, self.config.patch, self.last.weight, self.last.bias)
 

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.train import TrainingConfig
-from gpupipe.train.recomputing import Choice, Cost, _kept, _observed, _planned, recompute
+from gpupipe.train.recomputing import Choice, Cost, _kept, _measured, _observed, _planned, recompute
 
 MB = 1e-3
 """GB"""
@@ -117,6 +117,22 @@ def test_three_budgets(model: Model) -> None:
             model.zero_grad()
     assert kept[0] <= kept[1] <= kept[2]
     assert min(again[:2]) > again[2] == 0
+
+
+@pytest.mark.filterwarnings("error")
+def test_blocks_are_measured_under_the_autocast_of_the_step(model: Model) -> None:
+    """It halves what they keep, and takes inputs that are of another type than the weights."""
+    blocks: dict[str, nn.Module] = {str(number): block for number, block in enumerate(model.blocks)}
+    kept = []
+    for dtype in (torch.float32, torch.bfloat16):
+
+        def run(dtype: torch.dtype = dtype) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                return sum(block(batch().to(dtype)).float().sum() for block in model.blocks)  # type: ignore[return-value]
+
+        calls, _ = _observed(blocks, run)
+        kept.append(_measured(blocks, calls)["0"]["none"].kept_bytes)
+    assert 0 < kept[1] < 0.7 * kept[0]
 
 
 def test_a_plan_needs_no_room_for_what_it_is_to_save(model: Model) -> None:

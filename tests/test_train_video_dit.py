@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ import train_video_dit
 import video_dit_options
 import video_latents
 from PIL import Image
+from torch.utils.checkpoint import checkpoint
 from video_dit import VideoDiT, VideoDiTConfig, flow_loss, sample
 from video_latents import Latents
 
@@ -62,6 +64,22 @@ def test_a_new_model_says_zero_and_every_parameter_learns() -> None:
     made.square().mean().backward()
     still = [name for name, value in model.named_parameters() if value.grad is None or not value.grad.any()]
     assert still == []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_blocks_can_be_made_again_by_either_checkpoint(reentrant: bool) -> None:
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0)
+        model = tiny()
+        for value in model.parameters():
+            if not value.any():
+                torch.nn.init.normal_(value, std=0.1)
+        for block in model.blocks if again else ():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=reentrant)
+        model(torch.randn(2, 3, 4, 16, 8), torch.tensor([0.1, 0.9])).square().mean().backward()
+        found.append({name: value.grad for name, value in model.named_parameters()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
 
 def test_the_model_sees_time_place_and_neighbours() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -256,6 +256,20 @@ def _base_bytes(model: torch.nn.Module) -> int:
 class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
+    """Of each kind of device: its type, and whether it holds."""
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """As it was."""
+        with ExitStack() as stack:
+            for device, dtype, enabled in self.autocasts:
+                stack.enter_context(torch.autocast(device, dtype, enabled))
+            yield
+
+
+def _autocasts() -> tuple[tuple[str, torch.dtype, bool], ...]:
+    return tuple((each, torch.get_autocast_dtype(each), torch.is_autocast_enabled(each)) for each in ("cpu", "cuda"))
 
 
 def _observed(blocks: dict[str, torch.nn.Module], step: Callable[[], torch.Tensor]) -> tuple[dict[str, _Call], int]:
@@ -264,7 +278,8 @@ def _observed(blocks: dict[str, torch.nn.Module], step: Callable[[], torch.Tenso
 
     def keep(name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in calls:
-            calls[name] = _Call(tree_map(_own, args), tree_map(_own, kwargs))  # not the graph that they are the ends of
+            # not the graph that they are the ends of
+            calls[name] = _Call(tree_map(_own, args), tree_map(_own, kwargs), _autocasts())
 
     hooks = [block.register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name, block in blocks.items()]
     try:
@@ -291,7 +306,7 @@ def _measured(blocks: dict[str, torch.nn.Module], calls: dict[str, _Call]) -> di
             (tuple(each.shape), each.dtype) if isinstance(each, torch.Tensor) else type(each)
             for each in tree_leaves((call.args, call.kwargs))
         )
-        kind = (type(block), tuple(tuple(each.shape) for each in block.parameters()), shapes)
+        kind = (type(block), tuple(tuple(each.shape) for each in block.parameters()), shapes, call.autocasts)
         if kind not in known:
             known[kind] = {policy: _cost(block, call, policy) for policy in get_args(Policy)}
         costs[name] = known[kind]
@@ -299,7 +314,7 @@ def _measured(blocks: dict[str, torch.nn.Module], calls: dict[str, _Call]) -> di
 
 
 def _cost(block: torch.nn.Module, call: _Call, policy: Policy) -> Cost:
-    """Of one block alone, with its inputs as they were."""
+    """Of one block alone, with its inputs and autocast as they were."""
     forward = block.forward if policy == "none" else partial(_again, forward_of(block), policy, _Draws())
     wanted = [each for each in block.parameters() if each.requires_grad]
     seconds, kept_bytes, passing_bytes = [], 0, 0
@@ -309,7 +324,7 @@ def _cost(block: torch.nn.Module, call: _Call, policy: Policy) -> Cost:
         _wait(device)
         held = _held_bytes(device)
         begin = time.perf_counter()
-        with _kept(policy) as kept, torch.enable_grad():
+        with _kept(policy) as kept, torch.enable_grad(), call.autocast():
             made = [
                 each for each in tree_leaves(forward(*args, **kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad
             ]

@@ -10,6 +10,7 @@ import torch
 from exact import hold
 from linear_cases import F, K, N, act_case, linear_act, mlp, mlp_case, named, norm_case, norm_linear, upstream, values
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpupipe import ops
 from gpupipe.device.jit import interpreted
@@ -180,6 +181,43 @@ def test_the_gradient_of_one_row_is_exact() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         ops.linear_act(x, leaf, activation=None).backward(dy)
     assert torch.equal(leaf.grad, dy.float().T * x.float())
+
+
+@pytest.mark.parametrize("rows", [1, 30])
+@pytest.mark.parametrize("call", CALLS)
+def test_gradients_of_weights_in_one_half_type_under_autocast_to_the_other(call: str, rows: int) -> None:
+    """Sums alone are rounded, not what is summed: below 2^-14 float16 has fewer digits than bfloat16, above it more."""
+    fused, _, case = CALLS[call]
+    given = {name: value for name, value in case().items() if name == "x" or name.startswith(("weight", "bias"))}
+    x = given.pop("x").flatten(0, 1).repeat(2, 1)[:rows]
+    for dtype, cast, scale in ((torch.float16, torch.bfloat16, 2.0**-14), (torch.bfloat16, torch.float16, 1.0)):
+        found = []
+        for kind in (dtype, torch.float32):
+            leaves = {name: value.to(dtype).to(kind).requires_grad_() for name, value in given.items()}
+            with torch.autocast("cpu", cast):
+                y = fused(x=x.float(), **leaves)
+            y.backward(upstream(*y.shape).to(y.dtype) * scale)
+            found.append({name: leaf.grad for name, leaf in leaves.items()})
+        for name in filter(lambda name: name.startswith("weight"), given):  # the interpreter cuts a bias' gradient off
+            assert torch.equal(found[0][name], found[1][name].to(dtype)), name
+
+
+def test_x_is_not_cast_for_a_check_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = torch.randn(5, K), torch.randn(K, K)
+    casts: list[tuple[int, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._to_copy.default:
+                casts.append(tuple(args[0].shape))
+            return func(*args, **kwargs or {})
+
+    with torch.autocast("cpu", torch.bfloat16), Watch():
+        ops.mlp(x, weight, None, weight)
+        assert casts.count(x.shape) == 1
+        casts.clear()
+        ops.norm_linear(x, weight)
+        assert casts.count(x.shape) == 0, "what is normalised has float32"
 
 
 def test_what_is_kept_for_the_backward() -> None:

@@ -82,7 +82,7 @@ def linear_act(
     size = weight.shape[0] // 2 if glu else weight.shape[0]
     if residual is not None:
         checks.same_shape("residual", residual, _shaped(x, size), "the result")
-    x = _typed(x, weight, bias)
+    x = x.to(_type(x, weight, bias))
     conservative = settings.mode(precision) == "conservative"
     p = p if training else 0.0
     if not served("linear_act", x):
@@ -145,8 +145,8 @@ def mlp(
         checks.same_shape("residual", residual, like, "the result")
     if gate is not None:
         gate = modulations(like, gate=gate)[0]
-    _typed(x, weight2, bias2, "weight2", "bias2")
-    x = _typed(x, weight1, bias1, "weight1", "bias1")
+    _type(x, weight2, bias2, "weight2", "bias2")
+    x = x.to(_type(x, weight1, bias1, "weight1", "bias1"))
     conservative = settings.mode(precision) == "conservative"
     if not served("mlp", x):
         layers = *cast_layer(weight1, bias1), *cast_layer(weight2, bias2)
@@ -210,7 +210,7 @@ def norm_linear(
         scale, shift = modulations(x, scale=scale, shift=shift)
     gate = modulations(_shaped(x, weight.shape[0]), factor=factor)[0] if isinstance(factor, torch.Tensor) else None
     number = 1.0 if isinstance(factor, torch.Tensor) else float(factor)
-    _typed(x, weight, bias)
+    _type(x, weight, bias)
     conservative = settings.mode(precision) == "conservative"
     rest: tuple[Any, ...] = (norm_weight, norm_bias, scale, shift, eps, kind == "rms", number, conservative)
     if served("norm_linear", x) and x.shape[-1] <= LARGEST and x.shape[:-1].numel() <= MOST_ROWS:
@@ -262,7 +262,7 @@ def qkv_linear(
     else:
         weight, bias, sizes = _together(x, weight, bias)
     _layer(x, weight, bias, "x")
-    x = _typed(x, weight, bias)
+    x = x.to(_type(x, weight, bias))
     if heads is not None and (heads < 1 or any(size % heads for size in sizes)):
         raise ConfigError(f"heads is {heads}", fix=f"it must divide {', '.join(str(size) for size in sorted(set(sizes)))}")
     if served("qkv_linear", x):
@@ -313,15 +313,16 @@ def _layer(
             raise checks.refuse(bias_name, bias, f"({weight.shape[0]},), one value a row of {name}")
 
 
-def _typed(
+def _type(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, name: str = "weight", bias_name: str = "bias"
-) -> torch.Tensor:
-    """x in the type of the product. Weight and bias are left as they are, so that their gradients need not be rounded to it."""
+) -> torch.dtype:
+    """The type of the product, which all three must come to. Weight and bias are left as they are by who calls, so that their
+    gradients need not be rounded to it."""
     dtype = type_of(x, x.device)
     for value, called in ((weight, name), (bias, bias_name)):
         if value is not None and type_of(value, x.device) != dtype:
             raise checks.refuse(called, value, f"of the type of x, {dtype}; torch.autocast would see to it")
-    return x.to(dtype)
+    return dtype
 
 
 def _narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:

@@ -39,8 +39,8 @@ def _body(
     y = branch
     if gate is not None or residual is not None:
         y = launch_act(branch, None, gate, residual, None, 0.0, "none", conservative)
-    none = (x.new_empty(0), x.new_empty(0))
-    return y, none[0] if pre is None or not keep else pre, branch if keep_branch and gate is not None else none[1]
+    kept = branch if keep_branch and gate is not None else x.new_empty(0)
+    return y, x.new_empty(0) if pre is None else pre, kept
 
 
 def _fake(

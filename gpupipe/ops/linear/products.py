@@ -61,10 +61,10 @@ def back_through_act(
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
     """The gradient of the pre-activation, that of the bias (if one is given: its shape and type), and the activation anew.
 
-    ``pre`` is None without an activation: then the gradient that came is the one that goes on, unless dropout stood between.
+    ``pre`` is None without an activation: then the gradient that came is the one that goes on, unless dropout stood between or
+    it is of another type than x.
     """
-    unchanged = act == "none" and seed is None and dy.dtype == x_type
-    if unchanged:
+    if act == "none" and seed is None and dy.dtype == x_type:
         return dy, None if bias is None else bias_gradient(dy, bias, conservative), None
     dpre, dbias, _, activated = launch_act_backward(
         dy, None if pre is None else pre.view(*dy.shape[:-1], pre.shape[-1]), None, None, seed, p, act, x_type, conservative,
@@ -95,11 +95,12 @@ def bias_gradient(dy: torch.Tensor, bias: torch.Tensor, conservative: bool) -> t
 def weight_gradient(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The gradient of a product's weight, whose type is ``dtype``: sums in float32 are not rounded to that of x first."""
     left, right = matrix(dy), matrix(x)
+    wide = torch.promote_types(x.dtype, dtype)  # of the two half types neither holds what the other does
     if len(left) == 1:  # cuBLAS takes one row for a matrix whose rows are not aligned
-        return left.to(dtype).view(-1, 1) * right.to(dtype)
-    if dtype == x.dtype:
-        return left.t() @ right
-    if x.is_cuda and dtype == torch.float32:
-        return torch.mm(left.t(), right, out_dtype=dtype)
+        return (left.to(wide).view(-1, 1) * right.to(wide)).to(dtype)
+    if wide == x.dtype:
+        return (left.t() @ right).to(dtype)
+    if x.is_cuda:
+        return torch.mm(left.t(), right, out_dtype=wide).to(dtype)
     with torch.autocast(x.device.type, enabled=False):
-        return left.to(dtype).t() @ right.to(dtype)
+        return (left.to(wide).t() @ right.to(wide)).to(dtype)
