@@ -7,10 +7,12 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from gpupipe.device.cublaslt import gelu_and_input
 from gpupipe.ops.activation.backward import launch_act_backward
 from gpupipe.ops.activation.forward import launch_act
 from gpupipe.ops.layout import matrix
+
+_ROWS = 8
+"""Fewest rows of a sum over them."""
 
 
 def in_type(
@@ -30,17 +32,13 @@ def pre_and_act(
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """The product, and the activation of it.
 
-    cuBLASLt's epilogue applies the tanh form of GELU to sums in float32, before they are rounded; conservative mode does not
-    allow that.
+    Where the pre-activation is not to be kept, cuBLASLt's epilogue applies the tanh form of GELU to sums in float32, before
+    they are rounded; conservative mode does not allow that.
     """
-    if act == "gelu_tanh" and x.is_cuda and not conservative:
-        shape = (*x.shape[:-1], weight.shape[0])
-        if not keep:
-            shift = weight.new_zeros(weight.shape[0]) if bias is None else bias
-            return None, torch._addmm_activation(shift, matrix(x), weight.t(), use_gelu=True).view(shape)
-        both = gelu_and_input(matrix(x), matrix(weight), bias)
-        if both is not None:
-            return both[0].view(shape), both[1].view(shape)
+    if act == "gelu_tanh" and x.is_cuda and not keep and not conservative:
+        shift = weight.new_zeros(weight.shape[0]) if bias is None else bias
+        made = torch._addmm_activation(shift, matrix(x), weight.t(), use_gelu=True)
+        return None, made.view(*x.shape[:-1], weight.shape[0])
     pre = product(x, weight, bias)
     if act == "none":
         return None, pre
@@ -96,8 +94,8 @@ def weight_gradient(dy: torch.Tensor, x: torch.Tensor, dtype: torch.dtype) -> to
     """The gradient of a product's weight, whose type is ``dtype``: sums in float32 are not rounded to that of x first."""
     left, right = matrix(dy), matrix(x)
     wide = torch.promote_types(x.dtype, dtype)  # of the two half types neither holds what the other does
-    if len(left) == 1:  # cuBLAS takes one row for a matrix whose rows are not aligned
-        return (left.to(wide).view(-1, 1) * right.to(wide)).to(dtype)
+    if x.is_cuda and len(left) == 1:  # cuBLAS takes one row for a matrix whose rows are not aligned, and is slow
+        left, right = (functional.pad(each, (0, 0, 0, _ROWS - 1)) for each in (left, right))
     if wide == x.dtype:
         return (left.t() @ right).to(dtype)
     if x.is_cuda:
