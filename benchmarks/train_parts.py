@@ -12,6 +12,7 @@ from bench_block import Results, off
 from bench_ops import NEAR
 from torch import nn
 from train_models import Inputs, Model, inputs_of
+from video_dit import VideoDiT
 
 from gpupipe.train import AdaptiveGraph, Precision, Watch, recompute
 
@@ -68,7 +69,8 @@ class Training:
         self.parameters: list[torch.Tensor] = list(parameters)
         self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, fused=True)
         if part.again != "none":
-            recompute(self.net, part.again)
+            assert isinstance(self.net, VideoDiT)
+            recompute(self.net, part.again, blocks=list(self.net.blocks))  # there may be one
         self.model: nn.Module = self.net
         self.graph: AdaptiveGraph | None = None
         if part.graphs != "no":
