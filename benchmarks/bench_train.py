@@ -33,7 +33,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "samples"))
 import torch
 import train_feed
 from bench_block import draw, keep, shown
-from common import RESULTS, Row, commit, failed, gpu_slug, summarise, write_results
+from common import NOT_BEGUN, RESULTS, Row, commit, failed, gpu_slug, summarise, write_results
 from train_curves import loss_rows, real_clips
 from train_loop import NO_KERNELS, Loop, busy_us, launches
 from train_models import Model, Published, Reference, inputs_of
@@ -94,7 +94,7 @@ def step_rows(
             torch.cuda.empty_cache()
         try:
             if not begin():
-                raise TimeoutError("the time was up before it began")
+                raise TimeoutError(NOT_BEGUN)
             truth = truth or expected(one, device)
             truth.check(Training(SUBJECTS[name], one, device).results(truth.inputs))
             gc.collect()  # a model with graphs and they hold each other

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 RESULTS = Path(__file__).resolve().parent / "results"
 Better = Literal["higher", "lower"]
+NOT_BEGUN = "the time was up before it began"
+"""Why a row has no value where a benchmark was given no more time."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS
+from common import NOT_BEGUN, RESULTS
 
 README = RESULTS.parent.parent / "README.md"
 PERFORMANCE = README.parent / "docs" / "performance.md"
@@ -65,7 +65,7 @@ def cell(row: dict[str, Any] | None) -> str:
     if row is None:
         return "–"
     if row["value"] is None:
-        return "failed"
+        return "not run" if NOT_BEGUN in row.get("error", "") else "failed"
     return f"{number(row['value'])} ({number(row['low'])}–{number(row['high'])})"
 
 

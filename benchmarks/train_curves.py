@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from bench_block import Curves, generator, smooth
-from common import Row, failed, summarise
+from common import NOT_BEGUN, Row, failed, summarise
 from train_models import Model
 from train_parts import SUBJECTS, Part, Training
 
@@ -63,7 +63,7 @@ def loss_rows(
         own, subject = (f"{case}-another-order", "eager") if name == ANOTHER else (case, name)
         try:
             if not begin():
-                raise TimeoutError("the time was up before it began")
+                raise TimeoutError(NOT_BEGUN)
             curves[name] = train(SUBJECTS[subject], int(name == ANOTHER), model, videos, steps, device)
             rows.append(verdict(own, subject, name, curves))
         except Exception as fault:  # whatever a subject raises is its result, told in its row

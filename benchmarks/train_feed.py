@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from bench_loader_train import CLIPS_PER_S, MARK, SOURCE_SECONDS, SOURCES
 from clip_rates import warm_up
-from common import Row, answers, failed, summarise
+from common import NOT_BEGUN, Row, answers, failed, summarise
 from loader_cases import Case, Draw, check, draw
 from loader_subjects import Gpupipe, Maker, gpupipe
 from make_media import make
@@ -122,9 +122,7 @@ def rows(options: argparse.Namespace, told: Callable[[list[Row]], object], begin
         make(options.media, list(FEEDS[name].clips.kinds), sources=SOURCES, seconds=SOURCE_SECONDS)
         for subject in options.loaders:
             if not begin():
-                told(
-                    [failed(case_of(FEEDS[name]), subject, "step_ms", "TimeoutError: the time was up before it began", "lower")]
-                )
+                told([failed(case_of(FEEDS[name]), subject, "step_ms", f"TimeoutError: {NOT_BEGUN}", "lower")])
                 continue
             command = [sys.executable, str(Path(__file__).with_name("bench_train.py")), "--one-fed", name, subject]
             for option in ("device", "media", "warmup", "windows", "seconds"):

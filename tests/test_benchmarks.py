@@ -133,6 +133,7 @@ def test_figures_do_not_hide_a_failure() -> None:
     assert "| failed | peer: 2.00 (2.00–2.00) | – | – |" in figures.compare([row("gpupipe", None), row("peer", 2.0)])[0]
     assert "| all failed | – | – |" in figures.compare([row("gpupipe", 2.0), row("peer", None)])[0]
     assert figures.compare([row("gpupipe", 2.0)]) == []
+    assert figures.cell(common.failed("x", "gpupipe", "step_ms", f"TimeoutError: {common.NOT_BEGUN}").to_json()) == "not run"
 
 
 def test_parts_of_a_step_are_held_against_eager() -> None:
