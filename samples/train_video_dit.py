@@ -6,9 +6,10 @@
     python samples/train_video_dit.py videos/ --config samples/train.yaml # all of it in one file
     torchrun --nproc_per_node 8 samples/train_video_dit.py videos/ --out run
 
-Ended by SIGTERM it writes a checkpoint first, all ranks behind the same step. Started again with the same --out it goes on from
-checkpoint.pt, which holds weights, their averages, the optimizer, the loss scale and where the data stood, as if it had never
-stopped. The loss of each step goes to losses.csv, videos that the averaged model makes to samples-STEP.gif.
+Ended by SIGTERM or Ctrl-C it writes a checkpoint first, all ranks behind the same step; a second Ctrl-C ends it at once.
+Started again with the same --out it goes on from checkpoint.pt, which holds weights, their averages, the optimizer, the loss
+scale and where the data stood, as if it had never stopped. The loss of each step goes to losses.csv, videos that the averaged
+model makes to samples-STEP.gif.
 
 With --vae it learns latents of a frozen autoencoder, which encodes the next batch beside the training on this one.
 """
@@ -24,6 +25,7 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -34,7 +36,7 @@ from video_dit_options import loader_settings, parse, step_settings, videos_of, 
 from video_latents import Latents
 
 from gpupipe import Batch, VideoLoader
-from gpupipe.errors import GpupipeError
+from gpupipe.errors import ConfigError, GpupipeError
 from gpupipe.train import (
     AdaptiveGraph,
     Ema,
@@ -73,6 +75,12 @@ class Trainer:
         clips, (height, width) = self.loader.config.clip, self.loader.config.transform.size
         shape = self.latents.shape(clips.frames, height, width) if self.latents else (3, clips.frames, height, width)
         patch = tuple(options.patch or ((1, 2, 2) if self.latents else (1, 4, 4)))
+        if any(side % step or not side for side, step in zip(shape[1:], patch, strict=True)):
+            what = "latents" if self.latents else "clips"
+            raise ConfigError(
+                f"{what} of {' x '.join(map(str, shape[1:]))} (frames, rows, columns) are not filled by patches of {patch}",
+                fix="give another --size or --frames, or --patch with three numbers that divide these",
+            )
         self.config = VideoDiTConfig(*shape[1:], patch, options.hidden, options.depth, options.heads, shape[0])
         self.identity = asdict(self.config) | {"vae": options.vae}
         self.net = self.build()
@@ -266,6 +274,13 @@ def steps_of(batches: Iterable[Batch]) -> Iterator[list[Batch]]:
             parts = []
 
 
+def interrupted(trainer: Trainer, *_: object) -> None:
+    """What Ctrl-C does: the first asks as SIGTERM does, the second ends the run where it is."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    trainer.stopping = True
+    os.write(2, b"ends behind this step, with a checkpoint; Ctrl-C once more ends it at once\n")  # print may be at work
+
+
 def main(trainer_of: type[Trainer] = Trainer) -> None:
     options = parse(__doc__)
     if options.deterministic:
@@ -282,6 +297,8 @@ def main(trainer_of: type[Trainer] = Trainer) -> None:
         print(f"train_video_dit.py: {error}", file=sys.stderr)
         raise SystemExit(2) from None
     signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stopping", True))  # clusters ask before they kill
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as of a job in the background
+        signal.signal(signal.SIGINT, partial(interrupted, trainer))
     with trainer.loader:
         trainer.run()
     if dist.is_initialized():

@@ -276,6 +276,7 @@ def test_the_command_line_goes_before_the_file_and_the_file_before_defaults(
         (["--config", "nope.yaml"], "nope.yaml cannot be read"),
         (["--hidden", "100", "--heads", "3"], "give a multiple of 6"),
         (["VIDEOS", "--vae", "nope"], "--vae nope: "),
+        (["VIDEOS", "--frames", "4", "--size", "30"], "clips of 4 x 30 x 30 (frames, rows, columns) are not filled by patches"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(
@@ -408,8 +409,14 @@ def test_a_run_that_was_killed_goes_on_to_the_bit(
 
 @pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("asked", [(1,), (1, 0)], ids=["one", "one after the other"])
-def test_ranks_asked_to_end_at_different_steps_end_together(asked: tuple[int, ...], videos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("asked", "by"),
+    [((1,), signal.SIGTERM), ((1, 0), signal.SIGTERM), ((0,), signal.SIGINT)],
+    ids=["one", "one after the other", "Ctrl-C"],
+)
+def test_ranks_asked_to_end_at_different_steps_end_together(
+    asked: tuple[int, ...], by: signal.Signals, videos: Path, tmp_path: Path
+) -> None:
     """Else one would save, or leave, while the others wait for its gradients."""
     run = Started(videos, tmp_path, 2)
     waiting = list(asked)
@@ -418,7 +425,7 @@ def test_ranks_asked_to_end_at_different_steps_end_together(asked: tuple[int, ..
         for line in run.lines():
             printed.append(line)
             if line.startswith("step") and waiting:
-                run.processes[waiting.pop(0)].send_signal(signal.SIGTERM)
+                run.processes[waiting.pop(0)].send_signal(by)
         codes = [process.wait(60) for process in run.processes]
     finally:
         run.kill()
