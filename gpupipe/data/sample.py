@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -68,7 +69,8 @@ def fills(config: ClipConfig, index: VideoIndex, frames: int, start_frame: int |
 def _last_start(config: ClipConfig, index: VideoIndex, speed: float) -> int:
     """The last frame from which the whole clip fits; negative when it fits nowhere."""
     if config.fps is None:
-        return index.info.frames - 1 - round((config.frames - 1) * config.stride * speed)
+        span = (config.frames - 1) * config.stride * speed
+        return index.info.frames - 1 - (math.ceil(span) if config.blend else round(span))
     end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
     return int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
 
