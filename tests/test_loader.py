@@ -819,6 +819,67 @@ def test_a_clip_that_is_too_short_is_a_bad_sample(tricky: Path, folder: Path) ->
         next(iter(loader))
 
 
+def told_of_padding(rows: Any, caplog: pytest.LogCaptureFixture, **fields: Any) -> tuple[int, list[str]]:
+    """Clips counted as padded in two epochs, each of which has padding where ``mask`` is False; and what was logged of them."""
+    caplog.clear()
+    with VideoLoader(rows, **{**SMALL, "shuffle": False, "decode": {"threads": 1}, **fields}) as loader:
+        masks = [mask for _ in range(2) for batch in loader for mask in batch.get("mask", ())]
+        count = loader.stats()["clips_padded"]
+    if masks:
+        assert count == sum(not bool(mask.all()) for mask in masks)
+    return count, [record.getMessage() for record in caplog.records if "padding" in record.getMessage()]
+
+
+def test_short_videos_are_counted_and_told_of_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = sorted(map(str, (folder / "even").iterdir()))
+    frames = VideoReader(rows[0]).info.frames
+    count, told = told_of_padding(rows, caplog, clip={"frames": 4, "stride": frames})
+    assert count == 2 * len(rows)
+    (line,) = told
+    span = 3 * frames + 1
+    assert line.startswith(f"{rows[0]} has {frames} frames, and a clip of 4 with stride {frames} spans {span}: the rest")
+    assert f"source={{'filter': {{'min_frames': {span}}}}}" in line
+    assert "a smaller stride or fewer frames" in line
+    just = {"clip": {"frames": frames}, "source": {"filter": {"min_frames": frames}}}
+    assert told_of_padding(rows, caplog, **just) == (0, [])
+
+
+def test_what_is_told_of_a_short_video_fits_the_clip(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = str(folder / "even/0.mp4")
+    info = VideoReader(path).info
+    rate = 4 / (info.duration_seconds * 2)
+    count, (line,) = told_of_padding([path], caplog, clip={"frames": 4, "fps": rate}, batch=1)
+    assert count == 2
+    assert f"at {rate:g} fps lasts {info.duration_seconds * 2:.4g} s: the rest" in line
+    assert f"{{'min_seconds': {info.duration_seconds * 2:.4g}}}" in line
+    count, (line,) = told_of_padding([{"path": path, "start_frame": info.frames - 1}], caplog, batch=1)
+    assert count == 2
+    assert f"has {info.frames} frames, 1 of them from the clip's start on, and" in line
+    assert "let it start earlier" in line
+    assert "min_frames" not in line
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"clip": {"frames": 200, "pad": "repeat-last"}},
+        {"clip": {"frames": 200, "pad": "loop"}},
+        {"clip": {"frames": 200, "sampling": "uniform"}},
+        {"clip": {"frames": 200}, "batch": {"size": 2, "layout": "pad"}},
+        {"batch": {"size": 2, "buckets": {"frames": [150, 200]}}},
+        {"batch": {"size": 2, "layout": "pack", "patch": (2, 8, 8), "buckets": {"frames": [150, 200]}}},
+        {"config": {"clip": {"pad": "repeat-last"}}, "clip": {"frames": 200}},
+    ],
+)
+def test_padding_that_is_asked_for_is_counted_and_not_told_of(
+    fields: dict[str, Any], folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = sorted(map(str, (folder / "even").iterdir()))
+    count, told = told_of_padding(rows, caplog, **fields)
+    assert count > 0
+    assert told == []
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_damage_inside_a_file_is_counted_and_told(
     workers: int, folder: Path, clips: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture

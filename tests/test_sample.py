@@ -194,6 +194,11 @@ def test_a_clip_that_just_fits_at_its_speed_is_never_padded() -> None:
         assert all(found.mask)
 
 
+def test_a_blended_clip_is_not_padded_where_one_that_fits_can_be_had() -> None:
+    """The last frame lies at 3 * 1.1 = 3.3 from the start: it is made of two frames, the latter of them the fourth."""
+    assert all(all(pick(made_index(9), seed, frames=4, speed=1.1, blend=True).mask) for seed in range(50))
+
+
 def test_reversed_clips_run_backwards_now_and_then() -> None:
     found = [pick(made_index(100), seed, frames=5, stride=2, reverse=0.5).indices for seed in range(200)]
     backwards = sum(indices[0] > indices[-1] for indices in found)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpupipe.config import SourceConfig
+from gpupipe.config import LoaderConfig, SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.source import class_names, collect, column_kinds, label_names, number_labels, start_frame
+from gpupipe.data.source.listing import list_videos
 from gpupipe.errors import ConfigError, OpenError, SourceError
 from gpupipe.types import Entry
 
@@ -343,6 +344,32 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     table.write_text("path,class,label\na.mp4,3,1\n")
     with pytest.raises(SourceError, match="has a column 'label' beside"):
         collect(table, SourceConfig(label_column="class"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("lable", True), ("labels", True), ("Label", True), ("lbl", True), ("label_id", True), ("level", False), ("table", False)],
+)
+def test_a_label_that_may_be_misspelt_is_told_of_once(
+    name: str, meant: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lists = [table(tmp_path / f"{k}.csv", f"path,{name},score", "a.mp4,1,2", "b.mp4,2,3") for k in range(2)]
+    listing = list_videos(lists, LoaderConfig())
+    assert "label" not in listing.kinds
+    assert caplog.text.count("no row has a column 'label'") == meant
+    if meant:
+        assert f"a.mp4 ({lists[0]} line 2) has {name!r}" in caplog.text
+        assert f"source={{'label_column': {name!r}}}" in caplog.text
+        assert list_videos(lists, LoaderConfig(source={"label_column": name})).kinds == {"label": "int"}
+
+
+@pytest.mark.parametrize("fields", [{"columns": "labels"}, {"source": {"label_from": "folder"}}])
+def test_a_column_near_to_label_is_not_told_of_where_it_is_meant_otherwise(
+    fields: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    list_videos(table(tmp_path / "a.csv", "path,labels", "a/1.mp4,1", "b/2.mp4,2"), LoaderConfig(**fields))
+    list_videos(table(tmp_path / "b.csv", "path,label,labels", "a/1.mp4,1,2"), LoaderConfig())
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("label", ["nan", "1e400", "-inf"])

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from gpupipe import VideoLoader
-from gpupipe.config import SourceConfig
+from gpupipe.config import LoaderConfig, SourceConfig
 from gpupipe.data.source import collect, column_kinds
+from gpupipe.data.source.listing import list_videos
 from gpupipe.device import inventory
 from gpupipe.errors import DeviceError, SourceError
 from gpupipe.types import Entry
@@ -44,6 +45,12 @@ def test_rows_are_entries_with_the_columns_asked_for(tmp_path: Path) -> None:
     ]
     assert entries[1].named == f"/abs/2.mp4 ({path} row 1)"
     assert column_kinds(entries, ["score", "caption"]) == {"label": "int", "score": "float", "caption": "text"}
+
+
+def test_a_misspelt_label_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "t.parquet", {"path": ["1.mp4", "2.mp4"], "score": [1, 2], "lable": [0, 1]})
+    assert "label" not in list_videos(path, LoaderConfig()).kinds
+    assert caplog.text.count(f"1.mp4 ({path} row 0) has 'lable'") == 1
 
 
 def test_a_column_that_is_not_asked_for_is_not_read(tmp_path: Path) -> None:

@@ -93,19 +93,26 @@ class ClipConfig(StageConfig):
     reverse: Share = 0.0
     """ReverseTime: the probability that the clip runs backwards."""
     pad: Literal["repeat-last", "loop", "error"] = "repeat-last"
-    """What stands in for frames past the end of a short video; ``mask`` is False there."""
+    """What stands in for frames past the end of a short video; ``mask`` is False there, and ``stats()`` counts such clips as
+    ``clips_padded``. Where it is not named, the log tells of the first one, unless ``sampling`` spans the whole video or
+    ``batch`` asks for several lengths (``buckets.frames``) or for ``layout="pad"``."""
+
+    @property
+    def spans_video(self) -> bool:
+        """Whether a clip's frames are spread over the whole video."""
+        return self.sampling in ("uniform", "stratified")
 
     @model_validator(mode="after")
     def _steps_agree(self) -> Self:
         if self.fps is not None and self.stride != 1:
             raise Misfit("give stride or fps, not both", fix="leave one of them out")
-        if self.sampling in ("uniform", "stratified") and (self.fps is not None or self.stride != 1):
+        if self.spans_video and (self.fps is not None or self.stride != 1):
             raise Misfit(
                 f"sampling={self.sampling!r} spans the whole video, so stride and fps do not apply",
                 fix="leave them out, or use sampling='random' or 'regular'",
             )
         ascending("speed", self.speed)
-        if self.sampling in ("uniform", "stratified") and self.speed != (1.0, 1.0):
+        if self.spans_video and self.speed != (1.0, 1.0):
             raise Misfit(
                 f"sampling={self.sampling!r} spans the whole video, so speed does not apply",
                 fix="leave it out, or use sampling='random'",

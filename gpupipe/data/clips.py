@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from gpupipe.config import LoaderConfig
 from gpupipe.data.assembly import Arrival
 from gpupipe.data.decode import Decoder
 from gpupipe.data.draws import AUGMENT, clip_generator
 from gpupipe.data.job import Job
+from gpupipe.data.sample import shortage
 from gpupipe.data.stop import Stop
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Watch
@@ -58,4 +60,17 @@ def make_clips(
     if job.clips is not None and not visit.decoded:
         job.telemetry.count("cache_misses", len(arrivals))
     job.telemetry.count("frames_used", sum(len(set(pick.decoded)) for pick in visit.picks))
+    padded = [pick for pick in visit.picks if not pick.mask[-1]]  # padding stands at the end
+    if padded:
+        job.telemetry.count("clips_padded", len(padded))
+        if not _padding_is_meant(job.config):
+            found = shortage(job.makers.clip(task.request.shape), info, min(padded[0].indices))
+            job.telemetry.warn_once("padded", f"{visit.entry.path} has {found}")
     return arrivals
+
+
+def _padding_is_meant(config: LoaderConfig) -> bool:
+    """Whether a configuration asks for padding, by name or by what pads wherever videos are short."""
+    clip, batch = config.clip, config.batch
+    lengths = batch.buckets is not None and bool(batch.buckets.frames)
+    return "pad" in clip.model_fields_set or clip.spans_video or batch.layout == "pad" or lengths

@@ -58,8 +58,8 @@ from gpupipe.telemetry import Telemetry
 from gpupipe.types import ClipRecord
 
 _COUNTS = (
-    "clips", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames", "cpu_clips",
-    "nvdec_clips",
+    "clips", "clips_padded", "batches", "frames_used", "packets_decoded", "bad_clips", "substituted", "damaged_frames",
+    "cpu_clips", "nvdec_clips",
 )  # fmt: skip
 _CACHE_COUNTS = ("cache_hits", "cache_misses")
 """Counts that :meth:`VideoLoader.stats` has from the start, the latter with a clip cache."""
@@ -393,7 +393,8 @@ class VideoLoader:
     def stats(self) -> dict[str, Any]:
         """Counts and durations since the loader was made.
 
-        Among them: ``clips``, ``batches``, ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
+        Among them: ``clips``, ``clips_padded`` (those of videos too short for them, see ``clip.pad``), ``batches``,
+        ``frames_used``, ``packets_decoded``, ``nvdec_clips``, ``cpu_clips``,
         ``helps_late`` and ``helps_failed`` (clips that NVDEC did after a helper had tried),
         ``damaged_frames`` (met by software and used all the same, see ``decode.damaged``),
         ``cache_hits`` (clips that were not decoded again), ``cache_misses`` and ``cache_bytes`` (held) with a clip cache,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from gpupipe.config import ClipConfig
 from gpupipe.data.index import VideoIndex
 from gpupipe.errors import SampleError
-from gpupipe.types import FramePick
+from gpupipe.types import FramePick, VideoInfo
 
 Place = tuple[int, float]
 """A frame, and the share of the following one."""
@@ -41,7 +42,7 @@ def pick_frames(
                 path=index.info.path,
             )
         real = _run(config, index, start_frame, speed)
-    elif config.sampling in ("uniform", "stratified"):
+    elif config.spans_video:
         real = [(frame, 0.0) for frame in _segments(config, frames, rng)]
     elif config.sampling == "regular":
         number, clips = place
@@ -60,15 +61,43 @@ def fills(config: ClipConfig, index: VideoIndex, frames: int, start_frame: int |
     speed = max(config.speed)
     if start_frame is not None:
         return 0 <= start_frame < index.info.frames and len(_run(longer, index, start_frame, speed)) == frames
-    if config.sampling in ("uniform", "stratified"):
+    if config.spans_video:
         return index.info.frames >= frames
     return _last_start(longer, index, speed) >= 0
+
+
+def shortage(config: ClipConfig, info: VideoInfo, start: int) -> str:
+    """What a padded clip's video has, what the clip spans, and what to do, in words.
+
+    Args:
+        start: the clip's first frame in display order; not 0 only where a row or a keyframe decided it.
+    """
+    speed = max(config.speed)
+    has, fewer = f"{info.frames} frames", "fewer frames"
+    if config.fps is not None:
+        seconds = config.frames * speed / config.fps
+        has += f" in {info.duration_seconds:.4g} s"
+        spans, least = f"a clip of {config.frames} at {config.fps:g} fps lasts {seconds:.4g} s", f"'min_seconds': {seconds:.4g}"
+        fewer = "a higher fps or fewer frames"
+    else:
+        frames = math.ceil((config.frames - 1) * config.stride * speed) + 1
+        spans, least = f"a clip of {config.frames} with stride {config.stride} spans {frames}", f"'min_frames': {frames}"
+        fewer = "a smaller stride or fewer frames" if config.stride > 1 else fewer
+    spans += f" at speed {speed:g}" if speed != 1 else ""
+    if start:
+        has += f", {info.frames - start} of them from the clip's start on"
+    out = "let it start earlier" if start else f"leave short videos out with source={{'filter': {{{least}}}}}"
+    return (
+        f"{has}, and {spans}: the rest is padding, where batch['mask'] is False. Take {fewer}, {out}, or say that it is meant "
+        f"with clip={{'pad': {config.pad!r}}}. stats() counts all such clips as clips_padded; this is told once"
+    )
 
 
 def _last_start(config: ClipConfig, index: VideoIndex, speed: float) -> int:
     """The last frame from which the whole clip fits; negative when it fits nowhere."""
     if config.fps is None:
-        return index.info.frames - 1 - round((config.frames - 1) * config.stride * speed)
+        span = (config.frames - 1) * config.stride * speed
+        return index.info.frames - 1 - (math.ceil(span) if config.blend else round(span))
     end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
     return int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
 

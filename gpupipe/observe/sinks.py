@@ -103,6 +103,7 @@ _COUNTERS = (
 )
 _TOTALS = (
     ("clips", "clips", "Clips made"),
+    ("clips_padded", "clips_padded", "Clips of videos too short for them"),
     ("batches", "batches", "Batches taken"),
     ("bad_clips", "bad_clips", "Clips that could not be made"),
     ("substituted", "substituted", "Samples that took the place of bad ones"),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpupipe.data.bytes import open_stream
+from gpupipe.data.source.columns import like_label
 from gpupipe.device.inventory import load
 from gpupipe.errors import SourceError
 from gpupipe.telemetry import log
@@ -96,7 +97,7 @@ def _may_be_bytes(kind: Any) -> bool:
 
 
 def chosen(where: str, present: Sequence[str], needed: Sequence[str], further: Sequence[str]) -> list[str]:
-    """The columns to read, each once.
+    """The columns to read, each once; among them one that may be ``label`` misspelt, where there is no ``label``.
 
     Raises:
         SourceError: when a needed one is not there, or there twice.
@@ -109,6 +110,9 @@ def chosen(where: str, present: Sequence[str], needed: Sequence[str], further: S
                 f"{where} names no column {name!r}; its columns are {', '.join(present) or 'none'}{hint}",
                 fix="name the column of paths with source.path_column" if name == needed[0] else "do not ask for it",
             )
+    meant = like_label(present)
+    if meant is not None and present.count(meant) == 1:
+        further = (*further, meant)  # read, so that the loader can tell which column it is
     names = [*dict.fromkeys(needed), *(name for name in dict.fromkeys(further) if name in present and name not in needed)]
     twice = next((name for name in names if present.count(name) > 1), None)
     if twice is not None:

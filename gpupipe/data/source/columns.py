@@ -13,6 +13,7 @@ import numpy as np
 
 from gpupipe.data.source.arrays import ArrayFile, Arrays, arrays_of, files_of, is_list
 from gpupipe.errors import SourceError
+from gpupipe.telemetry import log
 from gpupipe.types import BATCH_TENSORS, Entry
 
 Kind = Literal["int", "float", "text"] | Arrays
@@ -56,6 +57,32 @@ def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str
                     path=entry.path,
                 )
     return kinds
+
+
+def like_label(names: Iterable[Any]) -> str | None:
+    """The name among those of a table's columns that may be ``label`` misspelt; None where ``label`` itself is there."""
+    found = {text.strip().lower(): text for text in names if isinstance(text, str)}
+    if "label" in found.values():
+        return None
+    close = difflib.get_close_matches("label", found, n=1, cutoff=0.75)  # 'lable' and 'label_id', not 'level' and 'table'
+    return found[close[0]] if close else None
+
+
+def tell_of_label(entries: Iterable[Entry], asked: Iterable[str]) -> None:
+    """Warns where no row has a label, but some have a column that may be meant for it and is not asked for."""
+    first: dict[tuple[Any, ...], Entry] = {}  # rows by their columns, in which few differ
+    for entry in entries:
+        first.setdefault(tuple(entry.columns), entry)
+    if any("label" in columns for columns in first):
+        return
+    for columns, entry in first.items():
+        name = like_label(column for column in columns if column not in asked)
+        if name is not None:
+            log.warning(
+                f"no row has a column 'label', so batches have no labels; {entry.named} has {name!r}: if that is the label, "
+                f"give source={{'label_column': {name!r}}} or rename it"
+            )
+            return
 
 
 def dtype_of(kind: Kind) -> np.dtype[Any]:

@@ -10,7 +10,7 @@ from gpupipe.config import LoaderConfig, MixConfig, SourceConfig
 from gpupipe.data.mixture import Mixture
 from gpupipe.data.source.arrays import with_arrays
 from gpupipe.data.source.collect import Videos, class_names, collect, label_names, name_labels, number_labels
-from gpupipe.data.source.columns import Kind, column_kinds, start_frame
+from gpupipe.data.source.columns import Kind, column_kinds, start_frame, tell_of_label
 from gpupipe.data.source.dataset import declared_classes
 from gpupipe.data.source.filter import left_out
 from gpupipe.errors import ConfigError
@@ -61,6 +61,7 @@ def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Lis
         start_frame(entry)
     classes = (source.classes or class_names(entries)) if source.label_from == "folder" else names or declared
     kinds = column_kinds(entries, config.columns, source.npy_columns)
+    tell_of_label(entries, (*config.columns, *source.npy_columns))
     if config.transform.mix is not None:
         _check_labels(entries, kinds, config.transform.mix)
     items = entries[-1].part + 1
