@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +220,43 @@ def test_a_missed_target_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert json.loads((tmp_path / "report.json").read_text())["ok"] is False
 
 
+@pytest.mark.usefixtures("fresh_cache")
+def test_own_videos_leave_a_training_s_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Into the same folder, as by default: the trained demo's picture, curve and report stay one set."""
+    demo(DemoConfig.quick(out=tmp_path, device="cpu"))
+    before = contents(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        main(["demo", str(tmp_path / "clips" / "val.csv"), "--out", str(tmp_path), "--device", "cpu"])
+    assert not left.value.code
+    after = contents(tmp_path)
+    assert {name: after[name] for name in before} == before
+    assert after.keys() - before.keys() == {"videos_contact_sheet.png", "videos_report.json"}
+    out, _ = capsys.readouterr()
+    assert str(tmp_path / "videos_report.json") in out
+    assert "accuracy" not in out
+
+
+@pytest.mark.usefixtures("fresh_cache")
+def test_what_the_demo_says_to_do_next_runs_as_printed(tmp_path: Path) -> None:
+    """Pasted into a shell and into Python, from the folder where the demo ran; the name of its own is one to quote."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(demo_data.__file__).parents[2])}
+
+    def run(command: str | list[str]) -> str:
+        done = subprocess.run(command, shell=isinstance(command, str), cwd=tmp_path, env=environment, check=False,
+                              capture_output=True, text=True, timeout=100)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    out = run([sys.executable, "-m", "gpupipe", "demo", "--quick", "--out", "my 'demo' 🎬", "--device", "cpu"])
+    tables = [tmp_path / "my 'demo' 🎬" / "clips" / f"{split}.csv" for split in ("train", "val")]
+    assert all(table.read_text().startswith("path,label") for table in tables)
+    printed = out.splitlines()
+    command = printed[printed.index("next: a training loop on these clips, to make yours of:") + 1]
+    assert "validation accuracy" in run(command)
+    start = printed.index("from gpupipe import VideoLoader")
+    assert "video: bfloat16[8, 3, 8, 56, 56]" in run([sys.executable, "-c", "\n".join(printed[start : start + 3])])
+
+
 def test_own_videos_are_loaded_and_bad_ones_named(
     clips: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -231,7 +271,7 @@ def test_own_videos_are_loaded_and_bad_ones_named(
     assert not left.value.code
     assert "1 bad files:" in out
     assert str(videos / "bad.mp4") in out
-    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    report = json.loads((tmp_path / "out" / "videos_report.json").read_text())
     assert (report["videos"], report["clips"], report["substituted"]) == (3, 3, 1)
     assert list(report["bad_files"]) == [str(videos / "bad.mp4")]
     with Image.open(report["files"]["contact_sheet"]) as sheet:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +20,9 @@ from gpupipe.errors import GpupipeError
 
 if TYPE_CHECKING:
     from gpupipe.types import Batch
+
+SAMPLES = Path(__file__).resolve().parents[2] / "samples"
+"""There in a checkout; an installed package has none."""
 
 
 class DemoConfig(StageConfig):
@@ -51,6 +58,9 @@ class DemoConfig(StageConfig):
 def demo(config: DemoConfig) -> dict[str, Any]:
     """Runs the demo and leaves its pictures and ``report.json`` in ``config.out``.
 
+    Of the user's own videos it leaves ``videos_contact_sheet.png`` and ``videos_report.json``, so that what an earlier training
+    left in the same folder stays.
+
     Returns:
         The report. ``ok`` is True when the target was reached, or when clips came out of the user's videos.
 
@@ -62,7 +72,7 @@ def demo(config: DemoConfig) -> dict[str, Any]:
     except OSError as error:
         raise GpupipeError(f"cannot make the folder {config.out}: {error}", fix="give another one with --out") from error
     report = _load(config) if config.videos else _train(config)
-    file = config.out / "report.json"
+    file = config.out / ("videos_report.json" if config.videos else "report.json")
     report["files"]["report"] = str(file)
     file.write_text(to_json(report) + "\n", encoding="utf-8")
     return report
@@ -128,6 +138,8 @@ def _train(config: DemoConfig) -> dict[str, Any]:
         "training_curve": training_curve(config.out / "training_curve.png", losses=log.losses, waits=log.waits,
                                          accuracies=log.accuracies, steps_per_epoch=log.steps_per_epoch,
                                          target=config.target or None, title=title),
+        "train_table": clips.train,
+        "val_table": clips.val,
     }  # fmt: skip
     return {
         "command": "demo",
@@ -177,7 +189,7 @@ def _load(config: DemoConfig) -> dict[str, Any]:
                 progress=lambda done, seconds: bar.update(done, f"{done / max(seconds, 1e-9):.1f} clips/s"),
                 step=lambda batch: None if kept else kept.append(batch),
             )
-        sheet = contact_sheet(kept[0], config.out / "contact_sheet.png", loader.config.transform,
+        sheet = contact_sheet(kept[0], config.out / "videos_contact_sheet.png", loader.config.transform,
                               title=f"the first clips of {videos} videos, augmented")  # fmt: skip
         device = str(loader.device)
     measured = result.to_dict()
@@ -207,7 +219,8 @@ def command(
 ) -> None:
     """Train a small model on clips it makes, or load VIDEOS.
 
-    Leaves a contact sheet, a training curve and a JSON report. With VIDEOS nothing is trained: they are loaded and shown.
+    Leaves a contact sheet, a training curve and a JSON report. With VIDEOS nothing is trained: they are loaded and shown, in
+    videos_contact_sheet.png and videos_report.json.
     """
     fields: dict[str, Any] = {"videos": tuple(videos or ()), "out": out, "device": device, "seed": seed}
     fields |= {name: value for name, value in (("epochs", epochs), ("target", target)) if value is not None}
@@ -242,10 +255,36 @@ def _say_report(report: dict[str, Any]) -> None:
     facts += [(name.replace("_", " "), file) for name, file in report["files"].items()]
     say_facts(facts)
     if "accuracy" in report:
-        say("\nnext: the same on your own videos is `gpupipe demo VIDEOS…`, a loop of your own is in samples/02_train_loop.py")
+        say(f"\n{_next_steps(Path(report['files']['train_table']))}")
     else:
         say("\nnext: `gpupipe view VIDEO` shows what a model sees, `gpupipe bench VIDEOS…` measures; samples/ has loops")
     if report["bad_files"]:
         say(f"\n{len(report['bad_files'])} bad files:")
         for path, why in report["bad_files"].items():
             say(f"  {path}: {why.splitlines()[0]}")
+
+
+def _next_steps(table: Path) -> str:
+    """What to do with the clips of a table, in lines that can be pasted as they stand: no indent, paths from this folder."""
+    lines = []
+    sample = SAMPLES / "02_train_loop.py"
+    if sample.is_file():
+        python = "python" if shutil.which("python") == sys.executable else _from_here(Path(sys.executable))
+        lines += ["next: a training loop on these clips, to make yours of:",
+                  shlex.join([python, _from_here(sample), str(table.parent)]), ""]  # fmt: skip
+    path = json.dumps(str(table), ensure_ascii=False)  # its escapes are Python's, its quotes those of the line around
+    lines += [
+        "a batch of them, in Python:",
+        "from gpupipe import VideoLoader",
+        f'loader = VideoLoader({path}, clip={{"frames": 8}}, transform={{"size": 56}}, batch=8)',
+        "print(next(iter(loader)))",
+        "",
+        "`gpupipe demo VIDEOS…` loads and shows your own videos; it trains nothing, and leaves the files above as they are",
+    ]
+    return "\n".join(lines)
+
+
+def _from_here(file: Path) -> str:
+    """The path as one would type it; a link stays one, since an environment's interpreter is known by its place."""
+    here = Path.cwd()
+    return str(file.relative_to(here)) if file.is_relative_to(here) else str(file)
