@@ -1,7 +1,7 @@
 """An ordinary PyTorch training loop, with VideoLoader in the place of a DataLoader.
 
     python samples/make_data.py data
-    python samples/02_train_loop.py data
+    python samples/02_train_loop.py data           # or demo_out/clips, which `make demo` leaves
 
 Batches are already on the device: there is no .to(device), no collate function and no worker process.
 """
@@ -18,10 +18,12 @@ from gpupipe.cli.demo_model import TinyVideoNet  # any model that takes (B, 3, T
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a small model on clips made by make_data.py.")
-    parser.add_argument("data", type=Path, help="a folder as make_data.py makes it")
+    parser.add_argument("data", type=Path, help="a folder as make_data.py makes it: with train.csv and val.csv")
     parser.add_argument("--epochs", type=int, default=16, help="over all clips (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: %(default)s)")
     options = parser.parse_args()
+    if not (options.data / "train.csv").is_file():
+        parser.error(f"{options.data} has no train.csv: give the folder of make_data.py, or demo_out/clips after `make demo`")
 
     clip = {"frames": 8, "stride": 2}
     # hflip=0: a flip would turn the class "left" into "right".

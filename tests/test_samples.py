@@ -64,6 +64,14 @@ def test_train_loop(data: Path) -> None:
     assert all("validation accuracy" in line for line in lines)
 
 
+def test_train_loop_names_the_table_it_misses(data: Path) -> None:
+    command = [sys.executable, str(ROOT / "samples" / "02_train_loop.py"), "data/train"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, cwd=data, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "data/train has no train.csv: give the folder of make_data.py" in done.stderr
+
+
 def test_fuse_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("diffusers")
     monkeypatch.setenv("GPUPIPE_OPS", "reference")  # Triton's interpreter would take minutes
