@@ -72,9 +72,9 @@ def tell_of_label(entries: Iterable[Entry], asked: Iterable[str]) -> None:
     """Warns where no row has a label, but some have a column that may be meant for it and is not asked for."""
     first: dict[tuple[Any, ...], Entry] = {}  # rows by their columns, in which few differ
     for entry in entries:
+        if "label" in entry.columns:  # of most lists the first row has one
+            return
         first.setdefault(tuple(entry.columns), entry)
-    if any("label" in columns for columns in first):
-        return
     for columns, entry in first.items():
         name = like_label(column for column in columns if column not in asked)
         if name is not None:
