@@ -257,3 +257,34 @@ def test_a_whole_set_is_indexed_without_processes_too(videos: list[str], monkeyp
     monkeypatch.setattr("gpupipe.data.child.subprocess.Popen", refused)
     outcomes = dict(fill(videos, 2))
     assert [isinstance(outcomes[path], OpenError) for path in videos] == [False, True, False, False]
+
+
+def test_a_thread_is_woken_for_several_videos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time that it wakes it takes the interpreter lock from those that decode, and from the training loop."""
+    looked: list[str] = []
+
+    def known(path: str) -> bool:
+        looked.append(path)
+        return True
+
+    def looks(count: int) -> bool:
+        until = time.monotonic() + 5
+        while len(looked) < count and time.monotonic() < until:
+            time.sleep(0.002)
+        time.sleep(0.02)
+        return len(looked) == count
+
+    monkeypatch.setattr("gpupipe.data.index.ahead._AHEAD", 4)
+    monkeypatch.setattr("gpupipe.data.index.ahead._AT_A_TIME", 3)
+    monkeypatch.setattr(index, "known", known)
+    ahead = started([f"{number}.mp4" for number in range(9)], 1)
+    try:
+        seen = [looks(4)]
+        for count in (4, 4, 7, 7, 9):
+            ahead.advance()
+            seen.append(looks(count))
+        assert all(seen), "three at a time, or what is left"
+        ended(ahead)
+    finally:
+        ahead.abandon()
+        ended(ahead)

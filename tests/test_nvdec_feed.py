@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import random
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -82,12 +83,13 @@ class Decoder:
 
     def Decode(self, packet: Packet) -> list[Frame]:
         self.calls += 1
-        if packet.decode_flag == END:
-            pieces = [*self._context.parse(b""), None]
-        else:
+        pieces: list[Any] = []
+        if packet.bsl:
             data = ctypes.string_at(packet.bsl_data, packet.bsl)
             self._times.append(packet.pts)
-            pieces = self._context.parse(data) if self._codec in ("h264", "hevc") else [av.Packet(data)]
+            pieces += self._context.parse(data) if self._codec in ("h264", "hevc") else [av.Packet(data)]
+        if packet.decode_flag == END:
+            pieces += [*self._context.parse(b""), None]
         for piece in pieces:
             if piece is not None:
                 piece.pts = piece.dts = self._times.popleft() if self._times else 0
@@ -123,9 +125,10 @@ class Store:
         dtype = np.uint8 if layout.sample_bytes == 1 else np.uint16
         self._data = np.full((frames, layout.rows, layout.row_samples), 0xAB, dtype)
 
-    def copy_surface(self, slot: int, address: int, pitch_bytes: int) -> None:
-        rows = np.frombuffer(ctypes.string_at(address, pitch_bytes * self._layout.rows), self._data.dtype)
-        self._data[slot] = rows.reshape(self._layout.rows, -1)[:, : self._layout.row_samples]
+    def copy_surfaces(self, frames: Iterable[tuple[int, int]], pitch_bytes: int) -> None:
+        for slot, address in frames:
+            rows = np.frombuffer(ctypes.string_at(address, pitch_bytes * self._layout.rows), self._data.dtype)
+            self._data[slot] = rows.reshape(self._layout.rows, -1)[:, : self._layout.row_samples]
 
     def planes(self, frames: int, layout: PlaneFormat) -> Planes:
         return Planes(torch.from_numpy(self._data[:frames]), layout)
@@ -217,7 +220,7 @@ def test_unwanted_frames_stay_unmapped_and_calls_are_few(clips: dict[str, Path],
     wanted = list(range(20, 28))
     assert_exact(decoder(), index, wanted)
     assert made[0].mapped < len(wanted) + 12
-    assert made[0].calls < 10
+    assert made[0].calls == 2, "up to the first that is wanted, and all the rest: each gives up the interpreter lock"
     made.clear()
     assert_exact(decoder(), indices.load(str(clips["vp9"])), [25, 29])
     assert made[0].mapped == 2, "with a time for each packet just the wanted ones"

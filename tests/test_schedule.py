@@ -7,7 +7,8 @@ import math
 import random
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -37,6 +38,13 @@ def drain(one: Schedule[Clip, Clip], decoder: Decoder, seconds: float = 0.0) -> 
         taken.append(clip.number)
         one.done(clip, decoder, seconds)
     return taken
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def test_clips_come_in_order_to_one_engine() -> None:
@@ -71,6 +79,47 @@ def test_the_end_waits_for_what_may_still_be_passed_on() -> None:
     assert got == [Clip(0, "cpu")]
     one.done(Clip(0, "cpu"), "cpu", 0.1)
     assert one.take("nvdec") is None
+
+
+def test_room_for_a_few_wakes_no_crowd() -> None:
+    """Each thread that wakes takes the interpreter lock from the training loop, which has just taken a batch."""
+    room: list[int] = []
+    waits: list[str] = []
+    turns = iter(range(100))
+
+    def few() -> Generator[Clip | None]:
+        while True:
+            yield Clip(next(turns)) if room and room.pop() else None
+
+    def waited(why: str) -> Any:
+        waits.append(why)
+        return nullcontext()
+
+    one: Schedule[Clip, Clip] = Schedule(few(), lambda clip: clip, hardware=0, window=32, waits=waited)
+    taken: list[Clip | None] = []
+
+    def work() -> None:
+        with suppress(Closed):
+            while True:
+                taken.append(one.take("nvdec"))
+
+    threads = [threading.Thread(target=work) for _ in range(12)]
+    for thread in threads:
+        thread.start()
+    until(lambda: len(waits) >= 12)
+    try:
+        for turn in range(1, 4):
+            before = len(waits)
+            room += [1, 1, 1]
+            one.room()
+            until(lambda goal=3 * turn: len(taken) == goal)  # type: ignore[misc]
+            time.sleep(0.05)
+            assert len(waits) - before <= 5, "three that found a clip, and came back, and one that asked in vain"
+    finally:
+        one.close()
+        for thread in threads:
+            thread.join(5)
+    assert {clip.number for clip in taken if clip is not None} == set(range(9))
 
 
 def test_clips_that_need_no_decoding_are_for_all_and_teach_nothing() -> None:

@@ -314,7 +314,7 @@ class Slowed:
 
         monkeypatch.setattr(Consumer, "asks", ask)
         monkeypatch.setattr(Consumer, "gets", get)
-        monkeypatch.setattr(ClipTransform, "apply_batch", lambda transform, clips, stop: None)
+        monkeypatch.setattr(ClipTransform, "apply_batch", lambda *_: None)
 
     def slow(self, name: str, seconds: float = 1.0, *, beside: bool = False) -> None:
         """Slows a stage at each clip; ``beside`` the loop's work, but for the first one."""

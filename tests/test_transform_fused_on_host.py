@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from counted_ops import counted_ops
 from plane_cases import (
     assert_clip,
     batch_of,
@@ -116,6 +117,26 @@ def test_a_batch_gives_the_bits_of_its_clips(launches: list[str]) -> None:
     for a, b in zip(together, alone, strict=True):
         transform.apply(b.planes, b.info, b.params, b.frame_map, b.out)
         assert torch.equal(a.out, b.out)
+
+
+def test_memory_to_work_in_is_used_again_and_shows_nowhere(launches: list[str]) -> None:
+    config = TransformConfig(size=(20, 33), dtype="float32")
+    transform, memory = ClipTransform(config, 3), torch.full((1 << 20,), 0xA5, dtype=torch.uint8)
+    asked: list[int] = []
+
+    def scratch(size_bytes: int) -> torch.Tensor:
+        asked.append(size_bytes)
+        return memory
+
+    for seed in (12, 13):
+        ours, theirs = batch_of(seed, config, colors=True), batch_of(seed, config, colors=True)
+        with counted_ops() as ops:
+            transform.apply_batch(ours, scratch=scratch)
+        assert not ops, "each makes the thread win the interpreter lock back from the training loop"
+        transform.apply_batch(theirs)
+        assert all(torch.equal(a.out, b.out) for a, b in zip(ours, theirs, strict=True))
+    assert len(asked) == 2, "once a batch"
+    assert max(asked) <= len(memory)
 
 
 def test_what_needs_another_way_is_left(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

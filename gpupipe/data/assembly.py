@@ -15,7 +15,7 @@ from gpupipe.data.canvas import Canvas
 from gpupipe.data.draws import MIX, clip_generator
 from gpupipe.data.source.columns import Kind, dtype_of, text_of
 from gpupipe.data.transform import mix as mixing
-from gpupipe.device.stream import hand_over
+from gpupipe.device.stream import Mark
 from gpupipe.types import BATCH_TENSORS, Batch, ClipRecord
 
 Tokenize = Callable[[Mapping[str, list[str]], Iterable[str]], dict[str, torch.Tensor]]
@@ -24,12 +24,12 @@ Tokenize = Callable[[Mapping[str, list[str]], Iterable[str]], dict[str, torch.Te
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A finished clip: its record, frame times in seconds, its row of the source, and the event that completes it."""
+    """A finished clip: its record, frame times in seconds, its row of the source, and what its completion is marked by."""
 
     record: ClipRecord
     seconds: tuple[float, ...]
     columns: Mapping[str, Any]
-    done: torch.cuda.Event | None
+    done: Mark | None
 
 
 class Assembly:
@@ -64,12 +64,12 @@ class Assembly:
         self._unusable: list[tuple[int, str]] = []
         with torch.cuda.stream(stream):
             self.canvas = canvas()
-            self._allocated = stream.record_event() if stream is not None else None
+            self._allocated = Mark(stream) if stream is not None else None
 
     def slot(self, number: int, writer: torch.cuda.Stream | None) -> torch.Tensor:
         """The memory of one clip, ready to be written on ``writer``, the current stream."""
         if writer is not None and self._allocated is not None:
-            hand_over([], [self._allocated], writer)
+            self._allocated.hold_back(writer)
         return self.canvas.slot(number)
 
     def unusable(self, number: int, path: str) -> None:
@@ -84,8 +84,8 @@ class Assembly:
             self._left -= 1
             return self._left == 0
 
-    def finish(self, tokenize: Tokenize | None = None) -> tuple[Batch, torch.cuda.Event | None] | None:
-        """The batch and the event that completes it; None when every clip was skipped.
+    def finish(self, tokenize: Tokenize | None = None) -> tuple[Batch, Mark | None] | None:
+        """The batch and the mark that completes it; None when every clip was skipped.
 
         Args:
             tokenize: makes further tensors of the batch's text.
@@ -100,7 +100,8 @@ class Assembly:
             numbers = self._numbers(arrivals) | {name: each.to(self._device) for name, each in tokens.items()}
             # before the stream waits: these copies would wait with it, and this thread too
             if self._stream is not None:
-                hand_over([], [arrival.done for arrival in arrivals if arrival.done is not None], self._stream)
+                for done in {arrival.done for arrival in arrivals if arrival.done is not None}:  # one a visit
+                    done.hold_back(self._stream)
             kept = [slot for slot, arrival in enumerate(self._arrivals) if arrival is not None]
             tensors = {**self.canvas.tensors(kept if len(kept) < len(self._arrivals) else None), **numbers}
             mixed = None
@@ -111,7 +112,7 @@ class Assembly:
                 )
                 mixing.mix(video, mixed)
                 tensors["label"] = mixing.soft_labels(tensors["label"], mixed, self._mix)
-            complete = self._stream.record_event() if self._stream is not None else None
+            complete = Mark(self._stream) if self._stream is not None else None
         batch = Batch(
             tensors,
             tuple(arrival.record for arrival in arrivals),

@@ -64,17 +64,16 @@ class Stacked:
         self._time = longest.time_axis
         shape = (len(transforms), *longest.clip_shape)
         self.video = _memory(shape, longest.dtype, device, buffers, self._format)
-        self._slots = self.video.unbind()
 
     def slot(self, number: int) -> torch.Tensor:
-        slot, frames = self._slots[number], self._frames[number]
+        slot, frames = self.video[number], self._frames[number]
         return slot if frames == slot.shape[self._time] else slot.narrow(self._time, 0, frames)
 
     def written(self, number: int, clip: torch.Tensor) -> None:
-        slot, frames = self._slots[number], self._frames[number]
-        missing = slot.shape[self._time] - frames
+        frames = self._frames[number]
+        missing = self.video.shape[1 + self._time] - frames
         if missing:
-            slot.narrow(self._time, frames, missing).zero_()
+            self.video[number].narrow(self._time, frames, missing).zero_()
 
     def tensors(self, kept: Sequence[int] | None) -> dict[str, torch.Tensor]:
         if kept is None:

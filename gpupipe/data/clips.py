@@ -6,7 +6,7 @@ import torch
 
 from gpupipe.config import LoaderConfig
 from gpupipe.data.assembly import Arrival
-from gpupipe.data.decode import Decoder
+from gpupipe.data.decode import DecodeEngine, Decoder
 from gpupipe.data.draws import AUGMENT, clip_generator
 from gpupipe.data.job import Job
 from gpupipe.data.sample import shortage
@@ -14,19 +14,19 @@ from gpupipe.data.stop import Stop
 from gpupipe.data.transform import ClipInput
 from gpupipe.data.transform.custom import Watch
 from gpupipe.data.visit import Visit
-from gpupipe.device.stream import stage
+from gpupipe.device.stream import Mark, stage
 from gpupipe.types import ClipRecord, Planes
 
 
 def make_clips(
-    job: Job, visit: Visit, planes: Planes, decoder: Decoder, stream: torch.cuda.Stream | None, stop: Stop, watch: Watch
+    job: Job, visit: Visit, planes: Planes, decoder: Decoder, engine: DecodeEngine, stop: Stop, watch: Watch
 ) -> list[Arrival]:
     """Draws the parameters of a visit's clips, makes them, and says what is to travel with each.
 
     Args:
         planes: of the frames of ``visit.plan``.
         decoder: that made them.
-        stream: on which they are complete, and the clips are made.
+        engine: on whose stream they are complete, and the clips are made.
         stop: asked amid long work.
         watch: told of calls of the user's own transforms.
 
@@ -34,7 +34,7 @@ def make_clips(
         Stopped: when ``stop()`` turned true.
         GraphError, CallFailed: when a user's transform fails.
     """
-    info, task = visit.index.info, visit.task
+    info, task, stream = visit.index.info, visit.task, engine.stream
     transform = job.makers.transform(task.request.shape)
     maker = visit.kept.decoder if visit.kept is not None else decoder
     records, clips = [], []
@@ -49,11 +49,11 @@ def make_clips(
             out = task.assembly.slot(slot, stream)
             records.append(ClipRecord(visit.entry.path, task.request, pick, params, maker, clip))
             clips.append(ClipInput(source.planes, source.info, params, source.frame_map, out, source.blend))
-        transform.apply_batch(clips, stop)
+        transform.apply_batch(clips, stop, engine.scratch if stream is not None else None)
         for slot, each, record in zip(task.slots, clips, records, strict=True):
             job.custom.finish(each.out, info, record, transform, watch)
             task.assembly.canvas.written(slot, each.out)
-        done = stream.record_event() if stream is not None else None
+        done = Mark(stream) if stream is not None else None
     arrivals = [Arrival(record, visit.index.seconds_shown(record.pick), visit.entry.columns, done) for record in records]
     job.telemetry.count("clips", len(arrivals))
     job.telemetry.count("cache_hits" if visit.decoded else f"{decoder}_clips", len(arrivals))

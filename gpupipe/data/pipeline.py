@@ -36,7 +36,7 @@ from gpupipe.data.transform.custom import Call, CallFailed
 from gpupipe.data.visit import Skipped, Task, Visit, all_skipped
 from gpupipe.device import numa
 from gpupipe.device.doing import at, doing
-from gpupipe.device.stream import hand_over, stage
+from gpupipe.device.stream import Mark, hand_over, stage
 from gpupipe.errors import DecodeError, GpupipeError, OpenError, SampleError
 from gpupipe.telemetry import Clock
 from gpupipe.types import Batch, Planes
@@ -53,8 +53,8 @@ _LATE = "leave the file out, or raise decode.limit_seconds"
 _MOST_ATTEMPTS = 32
 """Samples tried for one slot before the run is given up: so many bad ones in a row mean a bad list."""
 
-Ready = tuple[Batch, torch.cuda.Event | None]
-"""A batch and the event that completes it; no event on the CPU."""
+Ready = tuple[Batch, Mark | None]
+"""A batch and the mark that completes it; none on the CPU."""
 Work = Task | Visit | Call
 """What a thread may get stuck in."""
 
@@ -165,7 +165,7 @@ class Pipeline:
         return {"decode": self._schedule.waiting, "assemble": max(0, self._jitter.in_flight - ready), "buffer": ready}
 
     def take(self) -> Ready | None:
-        """The next batch and the event that completes it; None after the last.
+        """The next batch and the mark that completes it; None after the last.
 
         Raises:
             GpupipeError: what a thread failed with; or, at the end, that every clip was skipped.
@@ -354,7 +354,7 @@ class Pipeline:
                 planes = self._help(engine, visit) if helps else self._decode(engine, decoder, visit)
                 if planes is None:
                     return
-                arrivals = make_clips(self._job, visit, planes, decoder, engine.stream, self._give_up, self._watch)
+                arrivals = make_clips(self._job, visit, planes, decoder, engine, self._give_up, self._watch)
             except Unsupported:  # NVDEC gave up on it
                 self._crew.me.claim()
                 self._schedule.pass_on(replace(visit, choice=engine.choose(visit.index)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,12 +40,8 @@ def decode_caps(gpu: int, codec: int, chroma: int, bits: int) -> DecodeCaps:
     """
     caps = DecodeCaps(codec=codec, chroma=chroma, bits_above_8=bits - 8)
     ask = ctypes.CDLL("libnvcuvid.so.1").cuvidGetDecoderCaps  # milliseconds: without the interpreter lock
-    driver = _driver()
-    _check(driver.cuCtxPushCurrent_v2(primary_context(gpu)))
-    try:
+    with _Within(primary_context(gpu)):
         _check(ask(ctypes.byref(caps)))
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
     return caps
 
 
@@ -59,9 +55,39 @@ def _driver() -> Any:
     library.cuMemcpy2DAsync_v2.argtypes = [ctypes.POINTER(_Copy), ctypes.c_void_p]
     library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_int]
     library.cuLaunchKernel.argtypes = [ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3]
+    library.cuEventCreate.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint]
+    library.cuEventRecord.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.cuStreamWaitEvent.argtypes = _WAIT_ARGUMENTS
     library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     library.cuInit(0)  # nothing where somebody has done it; what fails here fails again where it is told
     return library
+
+
+_WAIT_ARGUMENTS: Any = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint]
+
+
+@functools.cache
+def _unlocked_wait() -> Any:
+    """cuStreamWaitEvent without the interpreter lock."""
+    wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitEvent
+    wait.argtypes = _WAIT_ARGUMENTS
+    return wait
+
+
+class _Within:
+    """Makes a context current for a block. It may not be the thread's, which may have used CUDA only through libraries that
+    clear up. A class: a generator would cost twice as much."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: int) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        _check(_driver().cuCtxPushCurrent_v2(self._context))
+
+    def __exit__(self, *exc: object) -> None:
+        _driver().cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
 
 
 class _Copy(ctypes.Structure):
@@ -94,24 +120,30 @@ def context_of(stream: int) -> int:
 
 
 def copy_rows(
-    target: int, target_pitch: int, source: int, source_pitch: int, row_bytes: int, rows: int, *, stream: int, context: int
+    places: Iterable[tuple[int, int]],
+    target_pitch: int,
+    source_pitch: int,
+    row_bytes: int,
+    rows: int,
+    *,
+    stream: int,
+    context: int,
 ) -> None:
-    """Copies rows from one place of a device's memory to another, on a stream of ``context``. Pitches in bytes.
+    """Copies rows from places of a device's memory to others, (target, source) each, on a stream of ``context``. Pitches in
+    bytes.
 
     Raises:
         RuntimeError: with CUDA's name of what went wrong.
     """
-    driver = _driver()
     copy = _Copy(
-        source_memory_type=_ON_DEVICE, source_device=source, source_pitch=source_pitch,
-        target_memory_type=_ON_DEVICE, target_device=target, target_pitch=target_pitch,
+        source_memory_type=_ON_DEVICE, source_pitch=source_pitch,
+        target_memory_type=_ON_DEVICE, target_pitch=target_pitch,
         row_bytes=row_bytes, rows=rows,
     )  # fmt: skip
-    _check(driver.cuCtxPushCurrent_v2(context))  # this thread may have used CUDA only through libraries that clear up
-    try:
-        _check(driver.cuMemcpy2DAsync_v2(ctypes.byref(copy), stream))
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    call, address = _driver().cuMemcpy2DAsync_v2, ctypes.byref(copy)
+    with _Within(context):
+        for copy.target_device, copy.source_device in places:
+            _check(call(address, stream))
 
 
 @functools.cache
@@ -137,14 +169,10 @@ def launch(
     Raises:
         RuntimeError: with CUDA's name of what went wrong.
     """
-    driver = _driver()
     copies = [(ctypes.c_char * len(arg)).from_buffer_copy(arg) for arg in args]
     addresses = (ctypes.c_void_p * len(copies))(*[ctypes.addressof(copy) for copy in copies])
-    _check(driver.cuCtxPushCurrent_v2(context))
-    try:
-        _check(driver.cuLaunchKernel(function, *grid, *block, shared_bytes, stream, addresses, None))
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    with _Within(context):
+        _check(_driver().cuLaunchKernel(function, *grid, *block, shared_bytes, stream, addresses, None))
 
 
 def _check(code: int) -> None:
@@ -184,13 +212,51 @@ def new_stream(gpu: int) -> int:
     Raises:
         RuntimeError: with CUDA's name of what went wrong.
     """
-    driver, stream = _driver(), ctypes.c_void_p()
-    _check(driver.cuCtxPushCurrent_v2(primary_context(gpu)))
-    try:
-        _check(driver.cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
-    finally:
-        driver.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+    stream = ctypes.c_void_p()
+    with _Within(primary_context(gpu)):
+        _check(_driver().cuStreamCreate(ctypes.byref(stream), _NON_BLOCKING))
     return stream.value or 0
+
+
+_NO_TIMING = 2
+"""CU_EVENT_DISABLE_TIMING"""
+
+
+def new_event(gpu: int) -> int:
+    """The handle of an event without a time, for good.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    event = ctypes.c_void_p()
+    with _Within(primary_context(gpu)):
+        _check(_driver().cuEventCreate(ctypes.byref(event), _NO_TIMING))
+    return event.value or 0
+
+
+def record_event(event: int, stream: int, gpu: int) -> None:
+    """Puts an event behind all that a stream has been given so far.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    with _Within(primary_context(gpu)):
+        _check(_driver().cuEventRecord(event, stream))
+
+
+def wait_event(event: int, stream: int, gpu: int, *, keep_lock: bool) -> None:
+    """Has what a stream is given from now on wait for an event as it was recorded last.
+
+    Args:
+        keep_lock: the interpreter lock is kept meanwhile. For streams of gpupipe's own alone: the call waits where a stream's
+            queue is full, and what drains the user's may need the lock.
+
+    Raises:
+        RuntimeError: with CUDA's name of what went wrong.
+    """
+    wait = _driver().cuStreamWaitEvent if keep_lock else _unlocked_wait()
+    with _Within(primary_context(gpu)):
+        _check(wait(stream, event, 0))
 
 
 _THREAD_LOCAL, _RELAXED = 1, 2

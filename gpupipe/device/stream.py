@@ -3,6 +3,9 @@
 The rule: the consumer's stream waits for the producer's event, and the tensor's memory is marked as used by the consumer's
 stream, so that the caching allocator hands the block out again only after the consumer's work has passed. Nothing else in
 gpupipe waits for an event of another stream or marks memory.
+
+torch gives up the interpreter lock when an event of its own is recorded, waited for and dropped. A thread of a loader then has
+to win it back from the training loop, and the loop from the thread: so a pipeline's events are :class:`Mark`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpupipe.device.doing import at
-from gpupipe.device.driver import new_stream
+from gpupipe.device.driver import new_event, new_stream, record_event, wait_event
 from gpupipe.errors import DeviceMemoryError, GpupipeError, SyncError
 
 if TYPE_CHECKING:
@@ -40,13 +43,42 @@ def own_stream(device: torch.device, owner: object) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle, device)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def hand_over(tensors: Iterable[torch.Tensor], events: Iterable[torch.cuda.Event], consumer: torch.cuda.Stream) -> None:
+_spare: defaultdict[int, list[int]] = defaultdict(list)
+"""By GPU, events of marks that are gone. Whoever waits for one goes on waiting for what it was recorded behind."""
+
+
+class Mark:
+    """A place in the work of a stream of gpupipe's own, behind all that it has been given so far."""
+
+    __slots__ = ("_event", "_gpu")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        gpu = stream.device_index
+        spare = _spare[gpu]
+        event = spare.pop() if spare else new_event(gpu)
+        record_event(event, stream.cuda_stream, gpu)
+        self._event, self._gpu = event, gpu
+
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        """Makes a stream wait for it: a :class:`torch.cuda.Event`'s method, for :func:`hand_over`."""
+        wait_event(self._event, stream.cuda_stream, self._gpu, keep_lock=False)
+
+    def hold_back(self, stream: torch.cuda.Stream) -> None:
+        """Makes a further stream of gpupipe's own wait for it, and keeps the interpreter lock."""
+        wait_event(self._event, stream.cuda_stream, self._gpu, keep_lock=True)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_event"):  # it was recorded
+            _spare[self._gpu].append(self._event)
+
+
+def hand_over(tensors: Iterable[torch.Tensor], events: Iterable[torch.cuda.Event | Mark], consumer: torch.cuda.Stream) -> None:
     """Makes ``tensors``, complete once ``events`` have passed, usable on ``consumer`` and safe to drop at any time.
 
     CPU tensors are left alone. Does not block the host.
     """
     for event in events:
-        consumer.wait_event(event)
+        event.wait(consumer)
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(consumer)

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from counted_ops import counted_ops
 
 from gpupipe import VideoLoader
+from gpupipe.data.decode.nvdec import _Target
+from gpupipe.data.pipeline import Pipeline
 
 pytestmark = pytest.mark.gpu
 
@@ -207,3 +210,45 @@ def test_a_fault_on_the_pipelines_stream_is_a_sync_error(clips: dict[str, Path])
     assert done.returncode == 7, done.stdout + done.stderr
     assert "TT_ERR_SYNC" in done.stdout
     assert "stage '" in done.stdout
+
+
+def test_threads_give_up_the_interpreter_lock_seldom(clips: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time they must win it back, and a training loop of many small ops stands still for as long as they have it."""
+    ops: list[str] = []
+    calls: list[str] = []
+    work, decode = Pipeline._work, _Target.decode
+
+    def counted(pipeline: Any, worker: Any) -> None:
+        with counted_ops(ops):
+            work(pipeline, worker)
+
+    def watched(name: str) -> Any:
+        original = getattr(os, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name.startswith("gpupipe-clips"):
+                calls.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    def decoded(*args: Any, **kwargs: Any) -> Any:
+        calls.append("Decode")
+        return decode(*args, **kwargs)
+
+    transform = {"size": 96, "color_jitter": {"contrast": 0.4}}
+    with VideoLoader([clips["h264"]] * 160, clip={"frames": 8}, batch=4, device="cuda", transform=transform) as loader:
+        list(loader)  # decoders and memory are there from here on
+        monkeypatch.setattr(Pipeline, "_work", counted)
+        monkeypatch.setattr(_Target, "decode", decoded)
+        for name in ("stat", "open", "fstat", "preadv", "close"):
+            monkeypatch.setattr(os, name, watched(name))
+        main: list[str] = []
+        for _ in loader:
+            pass
+        with counted_ops(main):
+            batch = next(iter(loader))
+    assert len(ops) <= 3 * 160, "a view of the batch a clip; its memory and two uploads a batch"
+    assert calls.count("Decode") <= 3 * 160
+    assert len(calls) - calls.count("Decode") <= 6 * 160
+    assert len(main) <= len(batch), main

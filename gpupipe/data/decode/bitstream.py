@@ -23,12 +23,13 @@ class Bitstream:
 
     def _allocate(self, size_bytes: int) -> None:
         self._memory = bytearray(size_bytes)
+        self._view = memoryview(self._memory)  # through it bytes are copied once
         self.address = np.frombuffer(self._memory, np.uint8).ctypes.data
 
     @property
     def memory(self) -> memoryview:
         """The bytes it holds."""
-        return memoryview(self._memory)[: self.size_bytes]
+        return self._view[: self.size_bytes]
 
     def clear(self) -> None:
         self.size_bytes = 0
@@ -47,10 +48,10 @@ class Bitstream:
         begin = self.size_bytes
         end = begin + len(data)
         if end > len(self._memory):
-            held = self._memory[:begin]
+            held = self._view[:begin]
             self._allocate(2 * end)
-            self._memory[:begin] = held
-        self._memory[begin:end] = data
+            self._view[:begin] = held
+        self._view[begin:end] = data
         if length_size:
             put_start_codes(self._memory, begin, end)
         self.size_bytes = end

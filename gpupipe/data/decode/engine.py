@@ -86,6 +86,10 @@ class DecodeEngine:
         """This engine's own stream on a CUDA device, until :meth:`close`; None on the CPU."""
         return self._hardware().stream if self.device.type == "cuda" else None
 
+    def scratch(self, size_bytes: int) -> torch.Tensor:
+        """Memory of this engine's CUDA device to work in on its stream: at least ``size_bytes`` uint8, until the next call."""
+        return self._hardware().store.scratch(size_bytes)
+
     @property
     def ready(self) -> bool:
         """False for an engine with a process that is not yet there: :meth:`get_ready` starts it."""

@@ -48,10 +48,14 @@ class _Window:
 def _windows(index: VideoIndex, run: Pass) -> Iterator[_Window]:
     first, end = run.first, run.last + 1
     position, size = index.position[first:end].tolist(), index.size[first:end].tolist()
+    places = [(number, position[number - first], size[number - first]) for number in run.packets]
+    low, high = min(at for _, at, _ in places), max(at + length for _, at, length in places)
+    if high - low <= min(_WINDOW_BYTES, _SPAN * sum(length for _, _, length in places) + _GAP_BYTES):
+        yield _Window(low, high, places)
+        return
     low = high = own = 0
     packets: list[tuple[int, int, int]] = []
-    for number in run.packets:
-        at, length = position[number - first], size[number - first]
+    for number, at, length in places:
         lower, higher = min(low, at), max(high, at + length)
         if packets and higher - lower > min(_WINDOW_BYTES, _SPAN * (own + length) + _GAP_BYTES):
             yield _Window(low, high, packets)
@@ -108,13 +112,13 @@ class PacketFeed:
             memory = self._scratch.room(window.high - window.low)
             with self._files.reading(len(memory)):
                 there = window.low + file.read_into(window.low, memory)
+            if there < window.high:
+                path = self._index.identity.path
+                number = next(number for number, at, length in window.packets if at + length > there)
+                raise OpenError(f"{path} ends inside packet {number}", fix="the file changed since it was indexed", path=path)
+            low = window.low
             for number, at, length in window.packets:
-                if at + length > there:
-                    path = self._index.identity.path
-                    raise OpenError(
-                        f"{path} ends inside packet {number}", fix="the file changed since it was indexed", path=path
-                    )
-                yield number, memory[at - window.low : at - window.low + length]
+                yield number, memory[at - low : at - low + length]
 
     def _demuxed(self, run: Pass) -> Iterator[tuple[int, bytes]]:
         """Demuxes from a seek a little before the run, or from the start where a seek fails or lands behind it, or where times

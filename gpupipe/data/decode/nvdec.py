@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from gpupipe.data.decode.bitstream import Bitstream
@@ -30,9 +32,8 @@ _CLASS = 64
 room would be shared by more streams, but slows the decoding of small frames."""
 _BYTE_STREAMS = ("h264", "hevc")
 """Codecs whose parser finds the pictures in any run of bytes by itself; the others want one picture a call."""
-_PACKETS_A_CALL = 64
-_WANTED_A_CALL = 16
-"""Packets a call where wanted frames come out."""
+_PACKETS_A_CALL = 128
+"""Each call gives up the interpreter lock twice, and holds memory for as many frames from then on."""
 _BYTES_A_CALL = 64 << 20
 """Bound on the decoded frames of one call, which the decoder holds all at once."""
 _NEVER = 1 << 62
@@ -119,11 +120,11 @@ class NvdecDecoder:
             target = _Target(index, plan, self._store)
             with PacketFeed(index, files, self._scratch) as feed:
                 for run in plan.passes:
-                    packets, shown = self._packets(index, feed, run), index.in_show_order(run.packets)
+                    put, shown = partial(self._put, index, run, feed.packets(run)), index.in_show_order(run.packets)
                     if by_count and shown[0] == run.first and index.unshown.isdisjoint(shown):
-                        self._run_by_count(session.decoder, packets, shown, target, stop)
+                        self._run_by_count(session.decoder, put, shown, target, stop)
                     else:  # leading or hidden pictures: they come out or not as the decoder sees fit
-                        self._run_by_time(session.decoder, packets, shown, target, stop)
+                        self._run_by_time(session.decoder, put, shown, target, stop)
             drop_contexts(target.unmapped)  # the decoder leaves one on the thread's stack for each frame it does not map
             return target.planes()
         except Stopped:  # an epoch that is broken off must not cost its sessions: the next one would wait for others
@@ -136,7 +137,7 @@ class NvdecDecoder:
             raise
 
     def _run_by_count(
-        self, decoder: Any, packets: Iterator[int], in_show_order: list[int], target: _Target, stop: Stop
+        self, decoder: Any, put: Callable[[int], None], in_show_order: list[int], target: _Target, stop: Stop
     ) -> None:
         """Feeds many packets a call and tells frames apart by the order in which they come out, which is that of showing.
 
@@ -146,24 +147,26 @@ class NvdecDecoder:
         expected = [target.slots.get(packet) for packet in in_show_order]
         wanted = deque(rank for rank, slot in enumerate(expected) if slot is not None)
         a_call = max(1, min(_PACKETS_A_CALL, _BYTES_A_CALL // target.frame_bytes))
-        fed = shown = 0
+        fed, shown, ended = 0, 0, False
         while wanted and fed < len(expected):
             if stop():
                 raise Stopped
             unwanted = wanted[0] - fed  # the frame of this rank comes out once so many packets and its own have gone in
-            self._bitstream.clear()
-            for _ in range(min(a_call, unwanted if unwanted > 0 else _WANTED_A_CALL, len(expected) - fed)):
-                next(packets)
-                fed += 1
-            frames = target.decode(decoder, self._call(0), mapped_from=_NEVER if unwanted > 0 else 0)
+            count = min(a_call, unwanted if unwanted > 0 else a_call, len(expected) - fed)
+            put(count)
+            fed += count
+            ended = fed == len(expected)
+            frames = target.decode(decoder, self._call(0, last=ended), mapped_from=_NEVER if unwanted > 0 else 0)
             shown = target.take_in_order(frames, expected, shown)
             while wanted and wanted[0] < shown:
                 wanted.popleft()
-        rest = target.decode(decoder, self._end(), mapped_from=0 if wanted else _NEVER)
+        rest = [] if ended else target.decode(decoder, self._end(), mapped_from=_NEVER)
         if target.take_in_order(rest, expected, shown) != fed:
             raise _Miscounted
 
-    def _run_by_time(self, decoder: Any, packets: Iterator[int], in_show_order: list[int], target: _Target, stop: Stop) -> None:
+    def _run_by_time(
+        self, decoder: Any, put: Callable[[int], None], in_show_order: list[int], target: _Target, stop: Stop
+    ) -> None:
         """Feeds packet by packet and tells frames apart by the number that each packet got for a time.
 
         NVDEC's parser hands times out again in rising order, so the numbers rise in the order of showing.
@@ -175,34 +178,34 @@ class NvdecDecoder:
             if stop():
                 raise Stopped
             if fed is not None:
-                self._bitstream.clear()
-                next(packets)
+                put(1)
             packet = self._call(number_of[fed]) if fed is not None else self._end()
             for frame in target.decode(decoder, packet, mapped_from=wanted[0] if wanted else _NEVER):
                 target.take(frame, slots.get(frame.getPTS()))
                 while wanted and wanted[0] <= frame.getPTS():
                     wanted.popleft()
+            target.copy()
 
-    def _packets(self, index: VideoIndex, feed: PacketFeed, run: Pass) -> Iterator[int]:
-        """Puts a packet of a run into the bitstream at each step, the first one behind the parameter sets."""
-        bitstream, length_size = self._bitstream, index.length_size
-        head, _ = index.sets_at(run.first)
-        for number, data in feed.packets(run):
-            if number != run.first:
-                head = index.set_changes.get(number, b"")
+    def _put(self, index: VideoIndex, run: Pass, packets: Iterator[tuple[int, bytes | memoryview]], count: int) -> None:
+        """Puts the next packets of a run into the empty bitstream, the run's first one behind the parameter sets."""
+        bitstream, length_size, first, changes = self._bitstream, index.length_size, run.first, index.set_changes
+        bitstream.clear()
+        for number, data in islice(packets, count):
+            head = index.sets_at(first)[0] if number == first else changes.get(number)
             if head:
                 bitstream.put(head)
             try:
                 bitstream.put(data, length_size)
             except ValueError as error:
                 raise Unsupported(f"packet {number} is damaged: {error}") from error
-            yield number
 
-    def _call(self, time: int) -> Any:
-        """What the bitstream holds, as one packet for the decoder."""
+    def _call(self, time: int, *, last: bool = False) -> Any:
+        """What the bitstream holds, as one packet for the decoder; behind the last one it puts out all it holds."""
         packet = self._nvc.PacketData()
         packet.bsl_data, packet.bsl = self._bitstream.address, self._bitstream.size_bytes
         packet.pts = packet.dts = time
+        if last:
+            packet.decode_flag = int(self._nvc.VideoPacketFlag.ENDOFSTREAM)
         return packet
 
     def _end(self) -> Any:
@@ -285,6 +288,8 @@ class _Target:
         self._store = store
         self._format: PlaneFormat | None = None
         self._found = [False] * len(plan.frames)
+        self._due: list[tuple[int, int]] = []
+        """(slot, address) of frames that are taken and not yet copied."""
         self.unmapped = 0
         """Frames that the decoder counted but did not map."""
 
@@ -292,7 +297,10 @@ class _Target:
         """One call of the decoder, in which frames of times before ``mapped_from`` are counted but have no pixels."""
         decoder.SetSeekPTS(mapped_from)
         frames: list[Any] = decoder.Decode(packet)
-        self.unmapped += sum(frame.getPTS() < mapped_from for frame in frames) if mapped_from else 0
+        if mapped_from == _NEVER:
+            self.unmapped += len(frames)
+        elif mapped_from:
+            self.unmapped += sum(frame.getPTS() < mapped_from for frame in frames)
         return frames
 
     def take_in_order(self, frames: list[Any], expected: list[int | None], shown: int) -> int:
@@ -303,20 +311,27 @@ class _Target:
         """
         if shown + len(frames) > len(expected):
             raise _Miscounted
-        for frame in frames:
-            self.take(frame, expected[shown])
-            shown += 1
-        return shown
+        for frame, slot in zip(frames, expected[shown:], strict=False):
+            if slot is not None:
+                self.take(frame, slot)
+        self.copy()
+        return shown + len(frames)
 
     def take(self, frame: Any, slot: int | None) -> None:
-        """Copies a frame into its slot; None for a frame that is not wanted."""
+        """Has a frame copied into its slot, by the next :meth:`copy`; None for a frame that is not wanted."""
         if slot is None or self._found[slot]:
             return
         if self._format is None:
             self._format = self._layout(frame)
             self._store.reserve(len(self._found), self._format)
-        self._store.copy_surface(slot, frame.GetPtrToPlane(0), self._surface_pitch)
+        self._due.append((slot, frame.GetPtrToPlane(0)))
         self._found[slot] = True
+
+    def copy(self) -> None:
+        """Copies what was taken, before the decoder's next call overwrites it."""
+        if self._due:
+            self._store.copy_surfaces(self._due, self._surface_pitch)
+            self._due.clear()
 
     def _layout(self, frame: Any) -> PlaneFormat:
         info = self._index.info

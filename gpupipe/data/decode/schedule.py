@@ -137,7 +137,8 @@ class Schedule(Generic[Task, Work]):
             "nvdec": threading.Condition(self._lock),
             "cpu": threading.Condition(self._lock),
         }
-        """One for each kind of engine: a wake-up of threads that have nothing to do would cost the others."""
+        """One for each kind of engine: a wake-up of threads that have nothing to do would cost the others, the user's among
+        them. So what comes wakes one, which wakes the next one once it has found something (see :meth:`_wake_next`)."""
         self._resting = threading.Condition(self._lock)
         """For software engines that may not help now."""
         self._waiting: dict[Decoder, _Line[Work]] = {"nvdec": _Line(), "cpu": _Line()}
@@ -276,8 +277,8 @@ class Schedule(Generic[Task, Work]):
         """Says that there may be room for more tasks."""
         with self._lock:
             self._rooms += 1
-            self._changed["nvdec"].notify_all()
-            self._changed["cpu"].notify_all()
+            for kind in self._changed:
+                self._wake_next(kind)
 
     def close(self) -> None:
         """Wakes all who wait."""
@@ -371,16 +372,17 @@ class Schedule(Generic[Task, Work]):
 
     def _handed(self, decoder: Decoder, number: int) -> Work:
         """Takes the clip of this number out of its line, or out of a helper's hands."""
-        lent = self._lent.pop(number, None)
-        if lent is not None:  # it counts as at work already
-            return lent
-        self._at_work += 1
-        if decoder == "cpu" and not self._waiting["cpu"]:
-            clip = self._lent[number] = self._waiting["nvdec"].take(number)
-            if self._helping is not None:
-                self._helping.took(clip.kind)
-            return clip
-        return self._waiting[decoder].take(number)
+        clip = self._lent.pop(number, None)
+        if clip is None:  # else it counts as at work already
+            self._at_work += 1
+            if decoder == "cpu" and not self._waiting["cpu"]:
+                clip = self._lent[number] = self._waiting["nvdec"].take(number)
+                if self._helping is not None:
+                    self._helping.took(clip.kind)
+            else:
+                clip = self._waiting[decoder].take(number)
+        self._wake_next(decoder)
+        return clip
 
     def _is_hardwares(self, clip: Work) -> bool:
         return not self._hardware or clip.decoded or clip.decoder != "cpu"
@@ -402,6 +404,11 @@ class Schedule(Generic[Task, Work]):
     def _less_at_work(self) -> None:
         with self._lock:
             self._one_less()
+
+    def _wake_next(self, decoder: Decoder) -> None:
+        """Wakes one engine of a kind, where one waits and there may be something for it too."""
+        if decoder != "nvdec" or self._for_hardware() is not None:
+            self._changed[decoder].notify()
 
     def _one_less(self) -> None:
         self._at_work -= 1
@@ -444,6 +451,7 @@ class Schedule(Generic[Task, Work]):
                 self._full_at[far] = rooms
             else:
                 self._pulled += 1
+                self._wake_next("cpu" if far else "nvdec")
         return task
 
 

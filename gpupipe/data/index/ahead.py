@@ -18,6 +18,8 @@ from gpupipe.errors import GpupipeError
 
 _AHEAD = 256
 """Videos indexed before the one whose turn it is, at most."""
+_AT_A_TIME = 32
+"""Videos for which there is room again before a thread is woken: one for each would cost those that decode, and the user's."""
 _BEGIN_SECONDS = 0.1
 """How long the first videos are indexed in this process: about what the others take to get ready."""
 _PATIENCE_SECONDS = 20.0
@@ -66,7 +68,9 @@ class IndexAhead:
         """Says that one more clip's turn has come."""
         with self._changed:
             self._room += 1
-            self._changed.notify_all()
+            left = len(self._paths) - self._next_place
+            if 0 < min(left, _AT_A_TIME) <= self._room - self._next_place:
+                self._changed.notify_all()
 
     def wait_for(self, path: str) -> None:
         """Waits until a video's index has been loaded, or is not going to be soon: then it is for the caller to load."""
@@ -89,10 +93,13 @@ class IndexAhead:
     def _next(self) -> int | None:
         """The next place, once there is room for it; None when there are no more or the work is to end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping or self._left or self._next_place < self._room)
+            count = len(self._paths)
+            self._changed.wait_for(
+                lambda: self._stopping or self._left or self._next_place < self._room or self._next_place >= count
+            )
             if self._left and not self._stopping:
                 return self._left.popleft()
-            if self._stopping or self._next_place >= len(self._paths):
+            if self._stopping or self._next_place >= count:
                 return None
             self._next_place += 1
             return self._next_place - 1

@@ -138,8 +138,11 @@ class VideoIndex:
 
         Lost ones without a time of their own come last: they were still to be shown when their sequence ended.
         """
-        pts: list[int] = self.pts[packets[0] : packets[-1] + 1].tolist()
-        return sorted(packets, key=lambda packet: (packet in self._untimed, pts[packet - packets[0]]))
+        first = packets[0]
+        pts: list[int] = self.pts[first : packets[-1] + 1].tolist()
+        if not self._untimed:
+            return [packet for _, packet in sorted([(pts[packet - first], packet) for packet in packets])]
+        return sorted(packets, key=lambda packet: (packet in self._untimed, pts[packet - first]))
 
     @cached_property
     def unshown(self) -> frozenset[int]:

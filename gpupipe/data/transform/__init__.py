@@ -19,7 +19,7 @@ from gpupipe.data.stop import Stop, never
 from gpupipe.data.transform import draw as drawing
 from gpupipe.data.transform import finish, fuse, gaussian, levels, move, resize, targets
 from gpupipe.data.transform.adjust import adjust, blur, fold
-from gpupipe.data.transform.fuse import ClipInput, Fuser
+from gpupipe.data.transform.fuse import ClipInput, Fuser, Scratch
 from gpupipe.data.transform.params import Box, Size, TransformParams, check, whole
 from gpupipe.data.transform.picture import CHANNELS, UNIT, Picture, store
 from gpupipe.errors import GraphError
@@ -105,7 +105,7 @@ class ClipTransform:
         """Writes one clip into ``out``: :meth:`apply_batch` with one clip, whose fields the arguments are."""
         self.apply_batch([ClipInput(planes, info, params, frame_map, out, blend)])
 
-    def apply_batch(self, clips: Sequence[ClipInput], stop: Stop = never) -> None:
+    def apply_batch(self, clips: Sequence[ClipInput], stop: Stop = never, scratch: Scratch | None = None) -> None:
         """Writes clips into their slots, which are on one device; on CUDA on the current stream.
 
         There, clips that are cut, resized bilinearly, turned by quarters and flipped share one launch, changes of colour that
@@ -116,6 +116,8 @@ class ClipTransform:
         Args:
             clips: what to make, and where.
             stop: asked amid long work on the CPU.
+            scratch: gives memory of the device to work in: so many bytes, uint8, that nothing else uses until the next call but
+                on the current stream. None: torch's allocator does.
 
         Raises:
             Stopped: when ``stop()`` turned true.
@@ -123,7 +125,7 @@ class ClipTransform:
         """
         for clip in clips:
             self._check(clip)
-        left = self._fuser.make(clips) if clips and fuse.takes(clips[0].out) else clips
+        left = self._fuser.make(clips, scratch) if clips and fuse.takes(clips[0].out) else clips
         if left:
             with torch.no_grad(), torch.autocast(device_type=left[0].out.device.type, enabled=False):
                 for clip in left:

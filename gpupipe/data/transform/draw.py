@@ -136,7 +136,8 @@ def _jitter(config: ColorJitterConfig, rng: np.random.Generator) -> list[ColorOp
     """Factors uniform in their ranges, the order a random permutation; what a range leaves as it is costs nothing later."""
     names: tuple[ColorName, ...] = ("brightness", "contrast", "saturation", "hue")
     drawn = {name: float(rng.uniform(*getattr(config, name))) for name in names}
-    ordered = [names[k] for k in rng.permutation(len(names))]
+    ordered = list(names)
+    rng.shuffle(ordered)  # as permutation() would, which gives up the interpreter lock
     return [ColorOp(name, drawn[name]) for name in ordered if drawn[name] != (0.0 if name == "hue" else 1.0)]
 
 

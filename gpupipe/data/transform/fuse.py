@@ -9,7 +9,7 @@ follows it multiply by a small number. Where RGB may leave [0, 1] it is float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,6 +30,9 @@ _UNIT_SCALE = (65535.0,) * CHANNELS + (2.0**23,) * CHANNELS
 """As ``cuda_src/store.cuh`` wants it: a float from 2^23 on is a whole number, whose lowest 16 bits are kept."""
 _FLOAT_SCALE = (1.0,) * CHANNELS + (0.0,) * CHANNELS
 _ALIGN = 256
+
+Scratch = Callable[[int], torch.Tensor]
+"""Gives at least so many bytes, uint8, that are used on the current stream alone until the next call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,12 @@ class Fuser:
         self._time, self._channel = (1, 0) if config.layout == "NCTHW" else (0, 1)
         self._matrices: dict[tuple[object, ...], tuple[float, ...]] = {}
 
-    def make(self, clips: Sequence[ClipInput]) -> list[ClipInput]:
-        """Makes them on the current stream, the same bits every time; gives those that must be made in another way."""
+    def make(self, clips: Sequence[ClipInput], scratch: Scratch | None = None) -> list[ClipInput]:
+        """Makes them on the current stream, the same bits every time; gives those that must be made in another way.
+
+        Args:
+            scratch: where to keep what the second launches begin with; None: in new memory of torch's.
+        """
         left: list[ClipInput] = []
         jobs: list[Job] = []
         seconds: list[tuple[Job, _Second]] = []
@@ -106,8 +113,9 @@ class Fuser:
                     job.sums = room + _aligned(frames * CHANNELS * height * width * job.item_bytes)
                     room = _aligned(job.sums + 4 * frames * second.sums_a_frame)
         if seconds:
-            scratch = torch.empty(room, dtype=torch.uint8, device=clips[0].out.device)
-            base = scratch.data_ptr()
+            device = clips[0].out.device
+            memory = scratch(room) if scratch is not None else torch.empty(room, dtype=torch.uint8, device=device)
+            base = memory.data_ptr()
             for job, second in seconds:
                 job.out += base
                 job.sums += base

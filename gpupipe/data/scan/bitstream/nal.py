@@ -78,7 +78,7 @@ def put_start_codes(memory: bytearray, begin: int, end: int) -> None:
     at = begin
     while at + 4 <= end:
         (size,) = _LENGTH.unpack_from(memory, at)
-        memory[at : at + 4] = START_CODE
+        _LENGTH.pack_into(memory, at, 1)  # which is a start code
         at += 4 + size
     if at != end:
         raise ValueError("NAL unit lengths do not add up to the packet's size")
