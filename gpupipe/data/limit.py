@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 from gpupipe.errors import DeviceError, DeviceMemoryError
 
 _FIX = "raise it (`ulimit -n 4096` before the start), or use fewer decode.threads, decode.cpu_workers and cache.open_files"
@@ -56,7 +54,7 @@ def memory_is_short() -> bool:
     tells, but whether a usual amount is to be had.
     """
     try:
-        np.empty(_SPARE_BYTES, np.uint8)  # of which no page is touched
+        bytes(_SPARE_BYTES)  # of which no page is touched
     except MemoryError:
         return True
     return False
