@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import stat
 import tempfile
@@ -23,12 +24,17 @@ def cache_dir() -> Path:
     """``GPUPIPE_CACHE``, else a folder in the user's cache folder, or in the temporary folder where that is read-only."""
     chosen = os.environ.get("GPUPIPE_CACHE")
     if chosen:
-        return Path(os.path.expanduser(chosen))
+        return _folder(os.path.expanduser(chosen) if chosen.startswith("~") else chosen)
     # Path.home() fails for a user without a home, Path.exists() for a home that is somebody else's: os.path does not.
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.path.isabs(home) and os.access(home if os.path.exists(home) else os.path.dirname(home), os.W_OK):
         return Path(home) / "gpupipe"
     return Path(tempfile.gettempdir()) / f"gpupipe-{os.getuid() if hasattr(os, 'getuid') else 'cache'}"
+
+
+@functools.lru_cache(maxsize=4)
+def _folder(name: str) -> Path:
+    return Path(name)
 
 
 def stored(kind: str) -> dict[Path, int]:

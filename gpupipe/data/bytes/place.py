@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class Place(NamedTuple):
         return self.open_at(self.path)
 
 
+@functools.lru_cache(maxsize=4096)  # asked several times for each clip
 def place_of(path: str) -> Place:
     """The place of a video by its name. A shard lies in a place too, so places are imported here."""
     if path.startswith(name.HELD):

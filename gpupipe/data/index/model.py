@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Self
 
 import numpy as np
@@ -19,6 +19,8 @@ from gpupipe.data.bytes import Identity
 from gpupipe.data.scan.record import CHECKSUM_BYTES, FAMILY, MAGIC
 from gpupipe.types import FramePick, VideoInfo
 
+_fraction = lru_cache(maxsize=256)(Fraction)
+"""Most videos have one of a few, and a fraction takes long to read."""
 Int64s = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
@@ -84,7 +86,7 @@ class VideoIndex:
             arrays[name] = stored.astype(np.int64) if stored.dtype.kind == "i" else stored
             end += stored.nbytes
         facts = header["info"]
-        fractions = {name: Fraction(facts[name]) for name in ("time_base", "pixel_aspect")}
+        fractions = {name: _fraction(facts[name]) for name in ("time_base", "pixel_aspect")}
         info = VideoInfo(**{**facts, **fractions, "coded_size": tuple(facts["coded_size"])})
         extradata = base64.b64decode(header["extradata"])
         in_force = tuple((packet, base64.b64decode(sets)) for packet, sets in header["in_force"])

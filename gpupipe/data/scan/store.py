@@ -33,7 +33,7 @@ _full_until = -_FULL_SECONDS
 
 def file_of(identity: Identity) -> Path:
     digest = hashlib.sha256(identity.path.encode("utf-8", "surrogateescape")).hexdigest()
-    return disk.cache_dir() / disk.INDICES / digest[:2] / f"{digest[2:34]}.gpx"
+    return Path(f"{disk.cache_dir()}/{disk.INDICES}/{digest[:2]}/{digest[2:34]}.gpx")  # in one step: each costs microseconds
 
 
 def read(identity: Identity) -> bytes | None:
