@@ -14,7 +14,9 @@ COLD_BYTES = 256 << 20
 """Inputs that a graph goes through before it comes back to the first: five times the L2 cache of an H200."""
 MOST_SETS = 64
 CALLS = 50
-"""Calls in a row whose time with launches is taken."""
+"""Calls in a row whose time with launches is taken …"""
+CALLS_SECONDS = 0.1
+"""… or as many as take so long: what is slower takes no launches' time."""
 
 
 def timer() -> torch.cuda.Event:
@@ -96,9 +98,14 @@ class Timing:
     def call_us(self, make: Callable[[], Sequence[Callable[[], Any]]], rounds: int) -> list[float]:
         """Microseconds a call in a row of calls, launches included: the slower of host and GPU."""
         call = make()[0]
-        calls, warm_ups = (CALLS, 3) if self._device.type == "cuda" else (1, 1)
-        for _ in range(warm_ups):
+        for _ in range(2 if self._device.type == "cuda" else 0):
             call()
+        self._wait()
+        begin = time.perf_counter()
+        call()
+        self._wait()
+        seconds = time.perf_counter() - begin
+        calls = max(1, min(CALLS, int(CALLS_SECONDS / seconds))) if self._device.type == "cuda" else 1
         times = []
         for _ in range(rounds):
             self._wait()

@@ -85,6 +85,44 @@ def test_gradients_are_clipped_after_they_are_unscaled() -> None:
     assert float(norms["float16"]) == pytest.approx(float(norms["float32"]), rel=1e-2), "float16 has 11 bits"
 
 
+@pytest.mark.parametrize("clip", [0.25, 1e4])
+@pytest.mark.parametrize("kinds", [[torch.optim.SGD], [torch.optim.AdamW], [torch.optim.SGD, torch.optim.AdamW]])
+def test_fused_optimizers_clip_in_their_own_pass_as_torch_does_before_it(
+    kinds: list[type[torch.optim.Optimizer]], clip: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = 9 * torch.randn(4, 8, generator=torch.manual_seed(1))
+    made = []
+    for own in (True, False):
+        precision, model = Precision({"dtype": "float32"}), small()
+        trained = precision.prepare(model)
+        cut = 2 if len(kinds) == 2 else len(trained)
+        parts = [part for part in (trained[:cut], trained[cut:]) if part]
+        optimizers = [kind(part, lr=0.1, fused=True) for kind, part in zip(kinds, parts, strict=True)]  # type: ignore[call-arg]
+        for _ in range(3):
+            if own:
+                monkeypatch.setattr("gpupipe.train.precision.shrink", None)  # no pass over the gradients before
+                take(precision, model, optimizers, x, clip=clip)  # type: ignore[arg-type]
+                continue
+            model(x).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(trained, clip)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        made.append(values(model))
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_one_optimizer_that_does_not_divide_has_all_gradients_shrunk_before() -> None:
+    precision, model = Precision({"dtype": "float32"}), small()
+    trained = precision.prepare(model)
+    optimizers = [torch.optim.SGD(trained[:2], lr=1.0, fused=True), torch.optim.SGD(trained[2:], lr=1.0, foreach=True)]
+    before = values(model)
+    take(precision, model, optimizers, 9 * torch.randn(4, 8), clip=0.25)  # type: ignore[arg-type]
+    moved = torch.cat([(a - b).flatten() for a, b in zip(values(model), before, strict=True)])
+    assert float(moved.norm()) == pytest.approx(0.25, rel=1e-3)
+
+
 def test_parts_of_a_step_are_added_in_float32() -> None:
     """A thousand gradients of 1 and one of 1000: bf16 has eight bits and would stay at 256."""
     for masters in (False, True):

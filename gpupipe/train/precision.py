@@ -23,7 +23,7 @@ from gpupipe.ops.sharded import is_sharded
 from gpupipe.train.arguments import a_device, a_mapping, a_model, a_number, a_tensor, of, shown
 from gpupipe.train.loading import Taken, on_load, renamed, unwrapped
 from gpupipe.train.made import MADE, reduced
-from gpupipe.train.shards import Scaler, average, is_fully_sharded, like, locals_of, total_norm
+from gpupipe.train.shards import MARGIN, Scaler, average, is_fully_sharded, like, locals_of, total_norm
 from gpupipe.train.shards import clip as shrink
 
 _LOW = (torch.bfloat16, torch.float16)
@@ -270,7 +270,10 @@ class Precision:
                 self._scaler.unscale_(each)
         grads = [value.grad for value in values]
         norm = total_norm(grads)
-        if clip is not None:
+        divisor: torch.Tensor | None = None
+        if clip is not None and self._scaler is None and all(map(_divides, stepping)) and not any(map(is_sharded, grads)):
+            divisor = ((norm + MARGIN) / clip).clamp(min=1.0)  # by the optimizer's own pass: one over the gradients less
+        elif clip is not None:
             shrink(grads, clip, norm)
         if self._scaler is not None:
             _share_what_was_found(self._scaler, stepping)
@@ -284,7 +287,7 @@ class Precision:
             self._bound_scale()
         else:
             for each in stepping:
-                _step_if_finite(each, norm)
+                _step_if_finite(each, norm, divisor)
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         if self._low:
@@ -400,14 +403,23 @@ def _not_alone(known: weakref.ref[Precision], optimizer: torch.optim.Optimizer, 
         )
 
 
-def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor) -> None:
-    """A step, unless the norm of its gradients is not finite. Fused optimizers see to that on the device."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+def _divides(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer leaves out steps on the device, and divides gradients as it goes: torch's fused ones."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
+    """A step, unless the norm of its gradients is not finite. Fused optimizers see to that on the device.
+
+    Args:
+        divisor: of the gradients; for an optimizer that :func:`_divides`.
+    """
+    if not _divides(optimizer):
         if bool(norm.isfinite()):
             optimizer.step()
         return
     fused: Any = optimizer  # as GradScaler hands these two over
-    fused.grad_scale, fused.found_inf = None, (~norm.isfinite()).float()
+    fused.grad_scale, fused.found_inf = divisor, (~norm.isfinite()).float()
     try:
         optimizer.step()
     finally:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from gpupipe.errors import ConfigError
 from gpupipe.ops.sharded import is_sharded
 
+MARGIN = 1e-6
+"""What torch's clipping adds to a norm before it divides by it."""
 _BUCKET_BYTES = 64 << 20
 """Gradients that are reduced together: few enough to need little memory, enough for the network's full rate."""
 
@@ -60,7 +62,7 @@ def total_norm(grads: Sequence[torch.Tensor]) -> torch.Tensor:
 @torch.no_grad()
 def clip(grads: Sequence[torch.Tensor], most: float, norm: torch.Tensor) -> None:
     """Shrinks gradients of that norm to at most ``most``, as ``torch.nn.utils.clip_grads_with_norm_`` does."""
-    torch._foreach_mul_(locals_of(grads), (most / (norm + 1e-6)).clamp(max=1.0))
+    torch._foreach_mul_(locals_of(grads), (most / (norm + MARGIN)).clamp(max=1.0))
 
 
 @torch.no_grad()
