@@ -36,7 +36,7 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "train": ("step_ms", "peak_gb"),
 }
 """Of each benchmark the metrics that README.md shows; docs/performance.md has them all."""
-SHORT_CASES = {"ops": re.compile(r"-n32768-h3072-|-c128-|^softmax"), "train": re.compile(r"^(?!.*loss)")}
+SHORT_CASES = {"ops": re.compile(r"^(?!.*-l(?:16|8)-).*(?:-n32768-h3072-|-c128-)|^softmax"), "train": re.compile(r"^(?!.*loss)")}
 """Of benchmarks with many cases those that README.md shows."""
 PLACES = ("host", "device")
 LIMITS = ("limit", "headspace")
@@ -45,7 +45,9 @@ WITHOUT_LIMIT = ("wait_ms_p99",)
 """Metrics whose limit is nothing."""
 NOTES = {
     "loader_train": "The limit is `headspace`, the same loop over batches that are on the device already. The GPU counts as\n"
-    "idle while nothing of the training step runs on it."
+    "idle while nothing of the training step runs on it.",
+    "ops": "The limit is the time that a copy on the device takes for the bytes which the op must move; attention over whole\n"
+    "frames and more is bound by its products instead.",
 }
 """What belongs below the table of a benchmark."""
 BY_SUBJECT = ("train",)
