@@ -20,8 +20,8 @@ README = RESULTS.parent.parent / "README.md"
 PERFORMANCE = README.parent / "docs" / "performance.md"
 CONFORMANCE = README.parent / "docs" / "conformance.md"
 CONCEPTS = README.parent / "docs" / "concepts.md"
-ELSEWHERE = ("conformance", "jitter")
-"""Benchmarks whose tables are on pages of their own."""
+ELSEWHERE = ("conformance", "jitter", "scaling")
+"""Benchmarks whose tables are on pages of their own, or in a form of their own."""
 _LONGEST = 60
 """Characters of an error in a table."""
 LEFT_OUT = ("first_batch_ms", "cpu_ms_per_clip")
@@ -135,6 +135,8 @@ def section(folder: Path = RESULTS, *, brief: bool = False) -> str:
             + "\n".join(lines)
             + (f"\n\n{NOTES[data['benchmark']]}" if data["benchmark"] in NOTES else "")
         )
+    if not brief:
+        parts += by_ranks(folder)
     if not parts:
         return "No results are committed yet.\n"
     note = (
@@ -143,6 +145,30 @@ def section(folder: Path = RESULTS, *, brief: bool = False) -> str:
         "that no wanted frame needs passes it."
     )
     return "\n\n".join([*parts, note]) + "\n"
+
+
+def by_ranks(folder: Path) -> list[str]:
+    """A table for each kind of machine that the scaling run was made on: a line for each case, subject and metric, a column for
+    each number of ranks."""
+    machines: dict[str, dict[int, dict[str, Any]]] = {}
+    for path in folder.glob("scaling--*.json"):
+        data = json.loads(path.read_text(encoding="utf-8"))
+        ranks = int(data["machine"]["ranks"])
+        machines.setdefault(path.stem.removesuffix(f"x{ranks}"), {})[ranks] = data
+    parts = []
+    for name, runs in sorted(machines.items()):
+        counts = sorted(runs)
+        found: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+        for count in counts:
+            for row in runs[count]["rows"]:
+                found.setdefault((row["case"], row["subject"], row["metric"]), {})[count] = row
+        lines = [f"| case | subject | metric | {' | '.join(f'ranks: {count}' for count in counts)} |"]
+        lines.append("|---" * (len(counts) + 3) + "|")
+        lines += [f"| {' | '.join([*key, *(cell(rows.get(count)) for count in counts)])} |" for key, rows in found.items()]
+        files = ", ".join(f"`benchmarks/results/{name}x{count}.json`, {runs[count]['created'][:10]}" for count in counts)
+        lone = "\n\nRuns with several ranks are still to be made." if counts == [1] else ""
+        parts.append(f"**scaling** ({files}; {facts_of(runs[counts[0]])})\n\n" + "\n".join(lines) + lone)
+    return parts
 
 
 def soak(name: str, data: dict[str, Any]) -> str:
