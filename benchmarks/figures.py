@@ -36,7 +36,10 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "train": ("step_ms", "peak_gb"),
 }
 """Of each benchmark the metrics that README.md shows; docs/performance.md has them all."""
-SHORT_CASES = {"ops": re.compile(r"^(?!.*-l(?:16|8)-).*(?:-n32768-h3072-|-c128-)|^softmax"), "train": re.compile(r"^(?!.*loss)")}
+SHORT_CASES = {
+    "ops": re.compile(r"^(?!.*-l(?:16|8)-).*(?:-n32768-h3072-|-c128-)|^softmax"),
+    "train": re.compile(r"^(?!.*loss)"),
+}
 """Of benchmarks with many cases those that README.md shows."""
 PLACES = ("host", "device")
 LIMITS = ("limit", "headspace")

@@ -23,6 +23,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -93,6 +94,8 @@ class Trainer:
         self.hosts = dist.new_group(backend="gloo") if self.ranks > 1 else None  # of the CPUs: nobody waits for a GPU
         memory = self.step_config.memory
         self.leaks = LeakWatch(memory.leak_watch if memory is not None else None, device=self.device)
+        self.noted = 0.0
+        """When the figures of a step were last told of."""
         self.checkpoint, self.losses = options.out / "checkpoint.pt", options.out / "losses.csv"
 
     def build(self) -> VideoDiT:
@@ -200,7 +203,9 @@ class Trainer:
         if self.rank == 0:
             with self.losses.open("a", newline="") as lines:
                 csv.writer(lines, lineterminator="\n").writerow([seen.step, seen.loss, seen.norm, seen.scale])
-            print(f"step {seen.step}: loss {seen.loss:.4f}, gradients {seen.norm:.3f}", flush=True)
+            before, self.noted = self.noted, time.perf_counter()
+            took = f", {1000 * (self.noted - before):.0f} ms" if before else ""  # from one step's figures to the next one's
+            print(f"step {seen.step}: loss {seen.loss:.4f}, gradients {seen.norm:.3f}{took}", flush=True)
 
     def begin_losses(self) -> None:
         """The losses up to the step from which this goes on: what was done after the checkpoint is done again."""
