@@ -230,7 +230,10 @@ def test_an_error_says_what_the_field_is_for_in_a_sentence() -> None:
         ("num_workers", r"decode=\{'threads': …\}"),
         ("after", "give it to VideoLoader itself"),
         ("shuffel", "did you mean 'shuffle'"),
-        ("collate_fn", "known keys: source"),
+        ("lr", r"known keys: source.*\n.*leave it out, or write one of these"),
+        ("collate_fn", "batches are made on the device"),
+        ("drop_last", r"batch=\{'last': 'drop'\}"),
+        ("pin_memory", "leave it out: batches are made on the device"),
     ],
 )
 def test_an_unknown_name_leads_to_where_it_belongs(name: str, says: str) -> None:

@@ -167,7 +167,7 @@ def test_a_dataloader_with_workers_around_it_is_refused(loader: VideoLoader) -> 
         next(iter(around))
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}, {"batch_size": 2, "num_workers": 1}])
+@pytest.mark.parametrize("options", [{}, {"batch_size": None}, {"batch_size": 2}, {"batch_size": 2, "num_workers": 1}])
 def test_a_dataloader_of_the_loader_itself_says_what_to_take_instead(loader: VideoLoader, options: dict[str, Any]) -> None:
     """Torch takes it for a map-style dataset, and would say that it is not subscriptable."""
     with pytest.raises(ConfigError, match=r"loader\.as_dataloader\(\)"):

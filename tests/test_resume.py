@@ -338,6 +338,54 @@ def test_closing_a_loader_that_repeats_ends_its_iterator(videos: list[str]) -> N
         next(iterator)
 
 
+def relabelled(videos: list[str], names: dict[int, str] | list[int] | None) -> list[dict[str, Any]]:
+    return [{"path": path} | ({} if names is None else {"label": names[k % 3]}) for k, path in enumerate(videos)]
+
+
+def test_a_state_of_classes_in_another_order_is_refused(videos: list[str]) -> None:
+    """Names are numbered in their order: one renamed would make all others mean something else."""
+    with VideoLoader(relabelled(videos, {0: "jump", 1: "left", 2: "right"}), **SMALL) as loader:
+        state = saved(loader)
+    with (
+        VideoLoader(relabelled(videos, {0: "jump", 1: "Left", 2: "right"}), **SMALL) as other,
+        pytest.raises(ConfigError, match=r"classes had other names.*\n.*source=\{'classes'"),
+    ):
+        other.load_state_dict(state)
+    with VideoLoader(relabelled(videos, {0: "jump", 1: "left", 2: "right"}), **SMALL) as same:
+        same.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("labels", "change", "says"),
+    [
+        ([0, 1, 2], {}, ""),
+        ([0, 2, 1], {}, "had other labels;"),
+        (None, {}, "had labels, and there are none now;"),
+        ([0, 1, 2], {"clip": {"frames": 8, "stride": 2}}, "had other clips: clip.frames 4, now 8;"),
+        ([0, 1, 2], {"clip": {"frames": 4}}, "had other clips: clip.stride 2, now by default;"),
+        ([0, 1, 2], {"transform": {"size": (24, 32), "dtype": "float32"}}, "jitter.brightness [0.6, 1.4], now by default"),
+        ([0, 1, 2], {"batch": 3, "jitter": {"depth": 2}}, ""),
+    ],
+)
+def test_what_is_no_longer_as_it_was_is_told_when_a_run_goes_on(
+    videos: list[str], labels: Any, change: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with VideoLoader(relabelled(videos, [0, 1, 2]), **SMALL) as loader:
+        state = saved(loader)
+    with VideoLoader(relabelled(videos, labels), **{**SMALL, **change}) as other:
+        other.load_state_dict(state)
+    assert says in caplog.text
+    assert bool(caplog.text) == bool(says)
+
+
+def test_a_state_from_before_such_facts_were_kept_is_taken(videos: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    with VideoLoader(videos, **SMALL) as loader:
+        state = {name: value for name, value in saved(loader).items() if name not in ("classes", "labels", "made")}
+    with VideoLoader(relabelled(videos, [0, 1, 2]), **SMALL) as other:
+        other.load_state_dict(state)
+    assert not caplog.text
+
+
 @pytest.mark.parametrize(("ranks", "batches"), [(1, 7), (2, 4)])
 def test_filling_up_the_last_batch_leaves_out_no_video(videos: list[str], ranks: int, batches: int) -> None:
     options = {**SMALL, "batch": {"size": 2, "last": "fill"}}

@@ -339,7 +339,7 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     config = SourceConfig(path_column="file", label_column="class")
     entries = collect(table, config)
     assert [dict(entry.columns) for entry in entries] == [{"label": 3, "score": 0.5}, {"label": 1, "score": 0.25}]
-    with pytest.raises(SourceError, match=r"a\.mp4 has no column 'kind' \(its columns: class, score\)"):
+    with pytest.raises(SourceError, match=r"a\.mp4 \(.*list\.csv.*\) has no column 'kind' \(its columns: class, score\)"):
         collect(table, SourceConfig(path_column="file", label_column="kind"))
     table.write_text("path,class,label\na.mp4,3,1\n")
     with pytest.raises(SourceError, match="has a column 'label' beside"):

@@ -246,7 +246,18 @@ class LoaderConfig(StageConfig):
             ("before", "after", "tokenize"), "give it to VideoLoader itself: functions are no part of a configuration"
         ),
         **dict.fromkeys(("prefetch", "prefetch_factor"), "batches are prepared ahead by jitter={'depth': …}"),
-        "num_workers": "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}",
+        **dict.fromkeys(
+            ("num_workers", "workers"), "threads decode: decode={'threads': …}, or processes: decode={'cpu_workers': …}"
+        ),
+        "drop_last": "write batch={'last': 'drop'}, 'partial' or 'fill'",
+        **dict.fromkeys(
+            ("sampler", "batch_sampler"), "the order follows from shuffle, seed, rank and world_size, and source={'weights': …}"
+        ),
+        "collate_fn": "batches are made on the device: see transform and columns, and VideoLoader(after=…) for a function",
+        **dict.fromkeys(
+            ("pin_memory", "persistent_workers", "worker_init_fn", "multiprocessing_context", "pin_memory_device"),
+            "leave it out: batches are made on the device, by threads of this process",
+        ),
         "batch_size": "write batch=…",
         "timeout": "write timeout_seconds=…",
         **dict.fromkeys(

@@ -226,7 +226,9 @@ def _right_name(model: type[BaseModel], name: str) -> tuple[str, str | None]:
         return f"; did you mean {' or '.join(map(repr, places))}?", f"write {stages}"
     keys = _keys(model)
     close = difflib.get_close_matches(name, keys, n=1, cutoff=0.6)
-    return (f"; did you mean {close[0]!r}?" if close else f"; known keys: {', '.join(keys)}"), None
+    if close:
+        return f"; did you mean {close[0]!r}?", None
+    return f"; known keys: {', '.join(keys)}", "leave it out, or write one of these"
 
 
 def _keys(model: type[BaseModel]) -> list[str]:

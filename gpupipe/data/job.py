@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -64,6 +65,12 @@ class Job:
     """What tells the shapes of the videos' clips, where batches are planned from these; else empty."""
     digest: str = ""
     """What tells this list of videos from another."""
+    classes: str = ""
+    """What tells the names of the classes and their order; empty where they have none."""
+    labels: str = ""
+    """What tells the videos' labels; empty where they have none."""
+    made: dict[str, Any] = field(default_factory=dict)
+    """How clips are made, as :func:`gpupipe.data.state.made_by` has it."""
     folder: str = field(default_factory=name.working_folder)
     """Where relative paths start, whatever the working directory becomes."""
     depth: DepthControl = field(init=False)

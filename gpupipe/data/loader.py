@@ -169,6 +169,9 @@ class VideoLoader:
             read_ahead=far_ahead(self.config.cache, entries),
             sizes=_sizes(self.config, self.device),
             digest=states.digest([entry.path for entry in entries], listing.mixture),
+            classes=states.digest_of_classes(listing.classes),
+            labels=states.digest_of_labels(entries),
+            made=states.made_by(self.config),
         )
         self._dataset = ClipDataset(entries, self.config, self.device, listing.kinds, self._job.folder, before, after, shapes)
         if stream is not None:
@@ -205,11 +208,23 @@ class VideoLoader:
     pin_memory = False
 
     def as_dataloader(self) -> LoaderView:
-        """This loader as a ``torch.utils.data.DataLoader`` of the same batches, for tools that insist on one."""
+        """This loader as a ``torch.utils.data.DataLoader`` of the same batches, for tools that insist on one.
+
+        The ``dataset`` of that is one of batches, and has as many items as the loader has batches: clips are counted by
+        ``len(loader.dataset)``.
+        """
         return LoaderView(self)
 
-    def __getitems__(self, numbers: Any) -> Any:
+    def __getitem__(self, number: Any) -> Any:
         """What torch's DataLoader asks of a dataset, for which it has taken this.
+
+        Raises:
+            ConfigError: always.
+        """
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: Any) -> Any:
+        """The same, of one that makes batches.
 
         Raises:
             ConfigError: always.
@@ -267,12 +282,13 @@ class VideoLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Makes the next ``iter()`` go on behind what had been received when ``state`` was saved; an empty one does nothing.
 
-        The batches are those that the uninterrupted run would have had, bit for bit, where the configuration is the same. Under
+        The batches are those that the uninterrupted run would have had, bit for bit, where the configuration is the same; where
+        clips are made by other settings than there, or labels have changed, the log says so and the order goes on. Under
         another number of ranks or another batch size the samples come in the same global sequence, each with the same pixels.
         ``set_epoch`` with the state's own epoch changes nothing; with another one that epoch begins at its start.
 
         Raises:
-            ConfigError: for a state of another version, list of videos, seed or order, or what is no state.
+            ConfigError: for a state of another version, list of videos, seed, order or classes, or what is no state.
         """
         if not isinstance(state, Mapping) or state:
             self._run.load(state)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
+from gpupipe.config import LoaderConfig
 from gpupipe.config.stage import StageConfig
 from gpupipe.data.group import Cut, Planned, Position
 from gpupipe.data.job import Job
 from gpupipe.data.mixture import Mixture
 from gpupipe.errors import ConfigError
+from gpupipe.telemetry import log
+from gpupipe.types import Entry
 
 VERSION = 1
 """Of the form of a state. One of another version is refused."""
 _TOLD = {"videos": "{} videos", "digest": "a list of videos with the digest {}", "seed": "seed={}", "shuffle": "shuffle={}"}
 """What a state must have in common with the loader that goes on from it, and what an error calls it."""
+_NAMED = 4
+"""Settings that a warning names."""
 _Count = Annotated[int, Field(ge=0)]
 
 
@@ -44,6 +49,12 @@ class State(StageConfig):
     """What tells the shapes of the videos' clips, where batches are planned."""
     bad_files: dict[str, str]
     stuck: tuple[str, ...]
+    classes: str = ""
+    """What tells the classes' names and numbers; empty where they have no names, and in states of before there was this."""
+    labels: str | None = None
+    """What tells the videos' labels, empty where there are none; None in such states."""
+    made: dict[str, Any] | None = None
+    """How clips are made, as :func:`made_by` has it; None in such states."""
 
 
 def digest(paths: Sequence[str], mixture: Mixture | None = None) -> str:
@@ -52,6 +63,35 @@ def digest(paths: Sequence[str], mixture: Mixture | None = None) -> str:
     start = common.rfind(os.sep) + 1
     joined = "\0".join([*(path[start:] for path in paths), repr(mixture)])
     return hashlib.sha256(joined.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def digest_of_labels(entries: Sequence[Entry]) -> str:
+    """What tells the labels of one list of videos from those of another; empty where none has one."""
+    if not any("label" in entry.columns for entry in entries):
+        return ""
+    joined = "\0".join(repr(entry.columns.get("label")) for entry in entries)
+    return hashlib.sha256(joined.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+
+
+def digest_of_classes(names: Sequence[str]) -> str:
+    """What tells the names of classes in the order of their numbers; empty where they have none."""
+    return hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:32] if names else ""
+
+
+def made_by(config: LoaderConfig) -> dict[str, Any]:
+    """The settings by which clips are made, as far as they are not the defaults, by their dotted names; JSON types only."""
+    found: dict[str, Any] = {}
+    for name in ("clip", "transform"):
+        _flatten(getattr(config, name).model_dump(mode="json", exclude_defaults=True), name, found)
+    return found
+
+
+def _flatten(value: Any, name: str, into: dict[str, Any]) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            _flatten(inner, f"{name}.{key}", into)
+    else:
+        into[name] = value
 
 
 def to_dict(job: Job, position: Position) -> dict[str, Any]:
@@ -72,14 +112,19 @@ def to_dict(job: Job, position: Position) -> dict[str, Any]:
         "shapes": job.shapes,
         "bad_files": dict(job.bad_files),
         "stuck": sorted(job.stuck_in),
+        "classes": job.classes,
+        "labels": job.labels,
+        "made": job.made,
     }
 
 
 def from_dict(job: Job, values: Mapping[str, Any]) -> Position:
     """The position of a state, once it is found to be of a run like this one; the bad files that it knows of are known here.
 
+    Where labels, or the settings by which clips are made, are others than there, the log says so.
+
     Raises:
-        ConfigError: for what is no state, or one of another version, list of videos, seed or order.
+        ConfigError: for what is no state, or one of another version, list of videos, seed, order or classes.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"a state is a mapping, not a {type(values).__name__}", fix="give what state_dict() returned")
@@ -96,6 +141,11 @@ def from_dict(job: Job, values: Mapping[str, Any]) -> Position:
                 f"this state is of a run with {theirs.format(values[name])}, this loader has {theirs.format(ours[name])}",
                 fix="make the loader as it was made there, or begin the epoch anew with set_epoch()",
             )
+    if state.classes and job.classes and state.classes != job.classes:
+        raise ConfigError(
+            "this state is of a run whose classes had other names or another order: labels would mean other classes now",
+            fix="keep the names, or give source={'classes': [...]} in the order that VideoLoader.classes had there",
+        )
     position = Position(state.epoch, state.samples, frozenset(state.ahead), state.cuts)
     if bool(state.shapes) != bool(job.shapes) and position.within:
         raise ConfigError(
@@ -115,6 +165,25 @@ def from_dict(job: Job, values: Mapping[str, Any]) -> Position:
             fix="give each rank its own state, and keep their number and the batch size; or keep jitter.in_order",
         )
     job.grouping.check(position)
+    for change in _changes(state, job):
+        log.warning("the run that this state is of had %s; the order of samples goes on all the same", change)
     job.bad_files.update(state.bad_files)
     job.stuck_in.update(state.stuck)
     return position if position.within else Position(state.epoch)
+
+
+def _changes(state: State, job: Job) -> Iterator[str]:
+    """What is no longer as it was in the run of a state, and is no reason to refuse it."""
+    if state.labels is not None and state.labels != job.labels:
+        yield "no labels" if not state.labels else "labels, and there are none now" if not job.labels else "other labels"
+    if state.made is not None and state.made != job.made:
+        names = sorted(name for name in {*state.made, *job.made} if state.made.get(name) != job.made.get(name))
+        yield (
+            "other clips: "
+            + ", ".join(f"{name} {_setting(state.made, name)}, now {_setting(job.made, name)}" for name in names[:_NAMED])
+            + (", …" if len(names) > _NAMED else "")
+        )
+
+
+def _setting(made: Mapping[str, Any], name: str) -> str:
+    return repr(made[name]) if name in made else "by default"

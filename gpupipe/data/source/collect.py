@@ -262,7 +262,7 @@ def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
         if column not in entry.columns or "label" in entry.columns:
             have = ", ".join(map(str, entry.columns)) or "none"
             wrong = "has no column" if column not in entry.columns else "has a column 'label' beside the label_column"
-            raise SourceError(f"{entry.path} {wrong} {column!r} (its columns: {have})", fix="check source.label_column")
+            raise SourceError(f"{entry.named} {wrong} {column!r} (its columns: {have})", fix="check source.label_column")
     return [
         replace(entry, columns={"label" if name == column else name: value for name, value in entry.columns.items()})
         for entry in entries
