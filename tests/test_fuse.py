@@ -134,6 +134,25 @@ class Attention(nn.Module):
         return self.proj(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
+class HandWritten(nn.Module):
+    """Attention with names of its own: its heads are told by what comes out."""
+
+    def __init__(self, sides: tuple[str, ...] = ("to_qkv",), number: str = "h", p: float = 0.0, drop: float = 0.0) -> None:
+        super().__init__()
+        setattr(self, number, 2 if number != "size_of_head" else SIZE // 2)
+        self.sides, self.p = sides, p
+        for name in sides:
+            setattr(self, name, nn.Linear(SIZE, 3 * SIZE if len(sides) == 1 else SIZE))
+        self.out = nn.Linear(SIZE, SIZE)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.cat([getattr(self, name)(x) for name in self.sides], -1)
+        q, k, v = made.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        p = self.p if self.training else 0.0
+        return self.drop(self.out(functional.scaled_dot_product_attention(q, k, v, dropout_p=p).transpose(1, 2).flatten(2)))
+
+
 def model(p: float = 0.0) -> nn.Sequential:
     return nn.Sequential(Block(p), Block(p), nn.LayerNorm(SIZE))
 
@@ -152,6 +171,21 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one, other, strict=True))
 
 
+def test_attention_that_drops_in_training_is_not_taken_for_one_that_does_not() -> None:
+    """What a function drops is found by trying; what a layer drops may be set later, and is looked at in each call."""
+    functional_one = HandWritten(p=0.5)
+    before = torch.get_rng_state()
+    assert not [entry for entry in fuse(functional_one).replaced if entry.said.startswith("attention")]
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the user's generator"
+    module, x = HandWritten(drop=0.5).train(), torch.randn(2, SIZE, SIZE)
+    written = copy.deepcopy(module)
+    assert [entry for entry in fuse(module).replaced if entry.said.startswith("attention")]
+    torch.manual_seed(1)
+    expected = written(x)
+    torch.manual_seed(1)
+    assert torch.equal(module(x), expected), "it runs as written"
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [
@@ -166,6 +200,9 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
         (MyMlp(swiglu, wide=2), "mlp (swiglu)"),
         (nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()), "linear_act (gelu)"),
         (Attention(), "attention (self; norm none)"),
+        (HandWritten(), "attention (self; norm none)"),
+        (HandWritten(("q", "k", "v"), "n_head"), "attention (self; norm none)"),
+        (HandWritten(("q_proj", "k_proj", "v_proj"), "size_of_head"), "attention (self; norm none)"),
         (Block(), "block (pre-norm)"),
     ],
 )

@@ -46,7 +46,7 @@ class FusedModulatedNorm(Fused):
             inputs = {"x": x, "y": x.flip(1) + 0.3}
             given = [inputs[name] for name in call if name in inputs]
             last = call[-1]
-            named = {last[1:]: emb} if last.startswith("*") else {}
+            named: dict[str, Any] = {last[1:]: emb} if last.startswith("*") else {}
             trial = attempt(
                 module, *given, *([] if named else [emb]), without={"linear": lambda _: values, "norm": passed}, **named
             )  # fmt: skip

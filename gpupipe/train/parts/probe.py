@@ -67,14 +67,17 @@ class Trial:
         return [name for name, _ in self.events]
 
 
-def attempt(module: nn.Module, *given: Any, without: dict[str, Stub] | None = None, **named: Any) -> Trial | None:
-    """Calls a module in evaluation mode, without gradients, with stubs in the place of some of its layers, by name.
+def attempt(
+    module: nn.Module, *given: Any, without: dict[str, Stub] | None = None, training: bool = False, **named: Any
+) -> Trial | None:
+    """Calls a module in evaluation mode, or as in ``training``, without gradients, with stubs in the place of some of its
+    layers, by name.
 
     None when it does not take these arguments.
     """
     events: list[tuple[str, torch.Tensor]] = []
     copies = [value.clone() if isinstance(value, torch.Tensor) else value for value in given]
-    with _out_of_the_way(module, without or {}, events), _as_it_is(module), torch.no_grad():
+    with _out_of_the_way(module, without or {}, events), _as_it_is(module, training), torch.no_grad():
         try:
             result = type(module).forward(module, *copies, **named)
         except Exception:  # somebody else's module was given what it may not expect: then it is not what we look for
@@ -171,17 +174,17 @@ def _out_of_the_way(
 
 
 @contextmanager
-def _as_it_is(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode and off every default that would make tensors elsewhere."""
-    training = [one for one in module.modules() if one.training]
-    for one in training:
-        one.training = False
+def _as_it_is(module: nn.Module, training: bool) -> Iterator[None]:
+    """In one mode, off every default that would make tensors elsewhere, and without a trace in what torch draws."""
+    others = [one for one in module.modules() if one.training != training]
+    for one in others:
+        one.training = training
     try:
-        with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.random.fork_rng([], enabled=training):
             yield
     finally:
-        for one in training:
-            one.training = True
+        for one in others:
+            one.training = not training
 
 
 def plain(layer: Any) -> bool:

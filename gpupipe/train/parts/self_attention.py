@@ -15,7 +15,18 @@ from gpupipe.train.parts.probe import Stub, attempt, passed, same
 from gpupipe.train.report import Entry
 
 _HEADS = ("num_heads", "num_attention_heads")
+"""What most call their number of heads: with one of these and the usual layers a module claims to be attention, so that the
+report says why it is none of ours. Others are looked at all the same."""
+_SIDES = (
+    ("query", "key", "value"),
+    ("q", "k", "v"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("to_q", "to_k", "to_v"),
+    ("wq", "wk", "wv"),
+)
 _NORMS = ("q_norm", "k_norm")
+_LAST_DROP = "proj_drop"
+"""The dropout behind the last layer. Where any other drops something, the module runs as written."""
 _TOKENS = 5
 
 
@@ -35,6 +46,49 @@ def _all(x: torch.Tensor) -> torch.Tensor:
     return torch.cat((_first(x), _second(x), _third(x)), -1)
 
 
+def _attention(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """What attention of so many heads makes of the stubs' queries, keys and values."""
+    q, k, v = (headed(side(x), heads).transpose(1, 2) for side in (_first, _second, _third))
+    return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def _projections(linears: dict[str, nn.Linear]) -> tuple[str, ...] | None:
+    """The layer of queries, keys and values together, or those of each; None where there are none."""
+    if "qkv" in linears:
+        return ("qkv",)
+    packed = [name for name, one in linears.items() if one.out_features == 3 * one.in_features]
+    if len(packed) == 1:
+        return (packed[0],)
+    return next((names for names in _SIDES if set(names) <= set(linears)), None)
+
+
+def _counts(module: nn.Module, width: int) -> list[int]:
+    """What may be the number of heads: the module's whole numbers that divide its width, and the width by these, for a size of
+    a head; those with the usual names first."""
+    usual = [getattr(module, name, None) for name in _HEADS]
+    found = [value for value in [*usual, *vars(module).values()] if type(value) is int and value > 0 and width % value == 0]
+    return list(dict.fromkeys([*found, *(width // value for value in found)]))
+
+
+def _tokens(width: int) -> torch.Tensor:
+    """What a module is tried on."""
+    return torch.linspace(-2, 2, _TOKENS * width).view(1, _TOKENS, width).mul(7).sin()
+
+
+def _stubs(inside: tuple[str, ...]) -> dict[str, Stub]:
+    return dict(zip(inside, (_all,) if len(inside) == 1 else (_first, _second, _third), strict=True))
+
+
+def _drops_nothing_else(module: nn.Module, settings: dict[str, Any], width: int) -> bool:
+    """Whether in training it does no more than otherwise but for what its ``Dropout`` layers do."""
+    names = (*settings["behind"], *_NORMS)
+    others = [name for name, one in module.named_children() if name in names or isinstance(one, nn.Dropout)]
+    x = _tokens(width)
+    trial = attempt(module, x, without=_stubs(settings["inside"]) | dict.fromkeys(others, passed), training=True)
+    result = trial.result if trial is not None else None
+    return same(result[0] if isinstance(result, tuple) else result, _attention(x, settings["heads"]))
+
+
 class FusedSelfAttention(Fused):
     """qkv, or query, key and value; norms of queries and keys; attention; and a layer behind it."""
 
@@ -46,44 +100,60 @@ class FusedSelfAttention(Fused):
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
         children: dict[str, Any] = dict(module.named_children())
         linears = {name: one for name, one in children.items() if isinstance(one, nn.Linear)}
-        heads = next((getattr(module, name) for name in _HEADS if isinstance(getattr(module, name, None), int)), None)
-        if not linears or heads is None:
+        inside = _projections(linears)
+        if inside is None:
             return None
+        width = linears[inside[0]].in_features
+        claims = inside in (("qkv",), _SIDES[0]) and any(isinstance(getattr(module, name, None), int) for name in _HEADS)
+        counts = _counts(module, width)
+        if not counts or any(one.in_features != width for one in (linears[name] for name in inside)):
+            return None
+        try:
+            settings = cls._settings(module, children, linears, inside, width, counts)
+            return settings if settings is None or claims or _drops_nothing_else(module, settings, width) else None
+        except Left:
+            if claims:
+                raise
+            return None
+
+    @classmethod
+    def _settings(
+        cls,
+        module: nn.Module,
+        children: dict[str, Any],
+        linears: dict[str, nn.Linear],
+        inside: tuple[str, ...],
+        width: int,
+        counts: list[int],
+    ) -> dict[str, Any] | None:
+        """What there is to know of it, if it is attention of so many heads as one of ``counts``.
+
+        Raises:
+            Left: why it is none of ours.
+        """
         if "qkv" in linears and (between := [name for name in children if name.startswith("pool")]):
             raise Left(f"queries, keys and values go through {', '.join(between)} between their product and attention")
         if own := [name for name, _ in module.named_parameters(recurse=False)]:
             if "qkv" in linears:
                 raise Left(f"it has {', '.join(own)} of its own, which take part in its scores")
             return None
-        stubs: dict[str, Stub]
-        if "qkv" in linears:
-            inside: tuple[str, ...] = ("qkv",)
-            width = linears["qkv"].out_features // 3
-            stubs = {"qkv": _all}
-        elif {"query", "key", "value"} <= set(linears):
-            inside, width = ("query", "key", "value"), linears["query"].out_features
-            stubs = {"query": _first, "key": _second, "value": _third}
-        else:
-            return None
-        if any(linears[name].in_features != width for name in inside) or width % heads:
-            return None
+        stubs = _stubs(inside)
         behind = [name for name in linears if name not in inside]
         stubs |= dict.fromkeys((*behind, *(name for name in _NORMS if name in children)), passed)
         known = {*stubs, *(name for name, one in children.items() if isinstance(one, nn.Dropout | nn.Identity))}
         if len(behind) > 1 or not set(children) <= known:
             raise Left("it holds more than projections, norms of queries and keys, and a layer behind")
-        norms = [norm_over(children.get(name), heads, width // heads) for name in _NORMS]
-        if norms[0] is None or norms[0] != norms[1]:
-            raise Left("its norms of queries and keys are none of ours")
-        x = torch.linspace(-2, 2, _TOKENS * width).view(1, _TOKENS, width).mul(7).sin()
+        x = _tokens(width)
         trial = attempt(module, x, without=stubs)
-        q, k, v = (headed(side(x), heads).transpose(1, 2) for side in (_first, _second, _third))
-        made = scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         if trial is None:
             return None
         result = trial.result if isinstance(trial.result, tuple) else (trial.result,)
-        if not same(result[0], made):
+        heads = next((count for count in counts if same(result[0], _attention(x, count))), None)
+        if heads is None:
             raise Left("it does something else than attention of ours")
+        norms = [norm_over(children.get(name), heads, width // heads) for name in _NORMS]
+        if norms[0] is None or norms[0] != norms[1]:
+            raise Left("its norms of queries and keys are none of ours")
         if len(result) > 2 or any(value is not None for value in result[1:]):
             raise Left("it gives its probabilities back, which ours do not keep")
         return {
@@ -102,9 +172,11 @@ class FusedSelfAttention(Fused):
 
     @classmethod
     def layouts(cls, module: nn.Module, name: str) -> list[Entry]:
-        layer: Any = getattr(module, "query", None)
-        if layer is None:
+        fused: Any = module
+        inside = fused.settings["inside"]
+        if len(inside) == 1:
             return [Entry(name, "q, k, v", "packed, as its one layer makes them")]
+        layer: Any = getattr(fused, inside[0])
         return [Entry(name, "q, k, v", joining_said(layer.out_features, layer.weight.element_size()))]
 
     def fused_forward(self, x: torch.Tensor, *rest: Any, **others: Any) -> Any:
@@ -129,8 +201,9 @@ class FusedSelfAttention(Fused):
         """True where probabilities are dropped, which torch's attention would have to do."""
         if not self.training:
             return False
-        return bool(getattr(self, "dropout_prob", 0.0) or getattr(getattr(self, "attn_drop", None), "p", 0.0))
+        drops = (one.p for name, one in self.named_children() if isinstance(one, nn.Dropout) and name != _LAST_DROP)
+        return bool(getattr(self, "dropout_prob", 0.0) or any(drops))
 
     def _dropped(self, made: torch.Tensor) -> torch.Tensor:
-        drop = getattr(self, "proj_drop", None)
+        drop = getattr(self, _LAST_DROP, None)
         return made if drop is None else drop(made)  # type: ignore[no-any-return]
