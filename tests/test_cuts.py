@@ -70,6 +70,26 @@ def test_every_batch_keeps_to_the_rules(
         assert len(base) == usable, "no video is left out"
 
 
+@pytest.mark.parametrize("layout", ["stack", "pad", "pack"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_full_batch_is_given_though_no_clip_comes_after_it(layout: str, world: int) -> None:
+    for videos, full in ((6 * world, 1), (12 * world, 2), (12 * world - 1, 1)):
+        groups = planned([KINDS[0]] * videos, world=world, layout=layout).groups(Position())
+        assert [len(group.requests) for group in groups] == [6] * full
+
+
+def test_an_epoch_that_was_cut_before_goes_on_as_it_was_cut_there() -> None:
+    """Before full steps were given at once, one waited for the next clip: states tell of steps in that order."""
+    shapes: list[Shape | None] = [KINDS[0]] * 6 + [KINDS[3]] * 6 + [KINDS[0], KINDS[3]]
+    new = Rule.of(config(layout="pad", last="partial"), 1, 2)
+    old = Rule.parse({name: value for name, value in new.model_dump().items() if name != "prompt"})
+    assert [step[0] for step in cut(range(14), shapes.__getitem__, new, 14)] == [[*range(6)], [*range(6, 12)], [12], [13]]
+    assert [step[0] for step in cut(range(14), shapes.__getitem__, old, 14)] == [[*range(6)], [*range(6, 12)], [12], [13]]
+    shapes = [KINDS[0]] * 6 + [KINDS[3]] * 7 + [KINDS[0]]
+    assert [step[0][0] for step in cut(range(14), shapes.__getitem__, new, 14)][:2] == [0, 6]
+    assert [step[0][0] for step in cut(range(14), shapes.__getitem__, old, 14)][:2] == [6, 0]
+
+
 @settings(max_examples=100)
 @given(LISTS, LAYOUTS, LAST, st.integers(1, 3), st.integers(1, 3), st.integers(0, 6), st.integers(0, 6))
 def test_another_number_of_ranks_takes_up_what_is_left(

@@ -113,6 +113,26 @@ def test_fused_optimizers_clip_in_their_own_pass_as_torch_does_before_it(
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_momentum_begins_with_the_first_step_that_is_taken(dtype: str, clip: float | None) -> None:
+    """torch's fused SGD makes it of memory as it comes, and a step that is left out on the device fills none of it."""
+    made = []
+    for fused in (True, False):
+        precision, model = Precision({"dtype": dtype, "initial_scale": 16}), small()
+        options = {"fused": True} if fused else {"foreach": False}
+        optimizer = torch.optim.SGD(precision.prepare(model), lr=0.1, momentum=0.9, **options)  # type: ignore[arg-type]
+        before = values(model)
+        assert not take(precision, model, optimizer, torch.full((4, 8), float("inf")), clip=clip).isfinite()
+        assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+        assert not [state for state in optimizer.state.values() if state.get("momentum_buffer") is not None]
+        for seed in range(3):
+            take(precision, model, optimizer, torch.randn(4, 8, generator=torch.manual_seed(seed)), clip=clip)
+        made.append(values(model))
+    for one, other in zip(*made, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_one_optimizer_that_does_not_divide_has_all_gradients_shrunk_before() -> None:
     precision, model = Precision({"dtype": "float32"}), small()
     trained = precision.prepare(model)

@@ -280,7 +280,8 @@ class Precision:
             self._stepping = True
             try:
                 for each in stepping:
-                    self._scaler.step(each)
+                    with _known_to_the_host(each):
+                        self._scaler.step(each)
             finally:
                 self._stepping = False
             self._scaler.update()
@@ -405,7 +406,34 @@ def _not_alone(known: weakref.ref[Precision], optimizer: torch.optim.Optimizer, 
 
 def _divides(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer leaves out steps on the device, and divides gradients as it goes: torch's fused ones."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _begins(optimizer)
+
+
+def _begins(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether torch's SGD is to make its momentum in the next step: out of memory as it comes, which a step that is left out on
+    the device does not fill."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return False
+    first = [next((value for value in group["params"] if value.grad is not None), None) for group in optimizer.param_groups]
+    return any(
+        group["momentum"] and value is not None and optimizer.state.get(value, {}).get("momentum_buffer") is None
+        for group, value in zip(optimizer.param_groups, first, strict=True)
+    )
+
+
+@contextmanager
+def _known_to_the_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Within the block GradScaler waits for whether gradients are finite, where an optimizer cannot leave out its step."""
+    own: Any = optimizer
+    if not _begins(optimizer):
+        yield
+        return
+    before = getattr(own, "_step_supports_amp_scaling", False)
+    own._step_supports_amp_scaling = False
+    try:
+        yield
+    finally:
+        own._step_supports_amp_scaling = before
 
 
 def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor, divisor: torch.Tensor | None = None) -> None:

@@ -39,6 +39,9 @@ class Rule(StageConfig):
     max_bytes: _Count | None
     item_bytes: _Count
     wait: _Count
+    prompt: bool = False
+    """A step that has all the clips it may have is given at once, whatever its layout; not so in states of before there was
+    this, whose steps must be cut again as they were."""
 
     @classmethod
     def of(cls, config: LoaderConfig, world_size: int, item_bytes: int) -> Self:
@@ -54,6 +57,7 @@ class Rule(StageConfig):
             max_bytes=max(1, int(batch.max_gib * 2**30)) if batch.max_gib is not None else None,
             item_bytes=item_bytes,
             wait=batch.wait,
+            prompt=True,
         )
 
     def key(self, shape: Shape) -> tuple[int, ...]:
@@ -130,6 +134,11 @@ class _Open:
     def takes(self, shape: Shape) -> bool:
         return self.bins[self._least[0][1]].takes(shape, self.rule)
 
+    @property
+    def full(self) -> bool:
+        """Whether not even the smallest clip finds room: it would go to a batch that has as many as it may have."""
+        return (len(self.bins[self._least[0][1]].samples) + 1) * self.rule.clips > self.rule.size
+
     def add(self, sample: int, shape: Shape) -> None:
         rank = self._least[0][1]
         self.bins[rank].add(sample, shape, self.rule)
@@ -165,8 +174,10 @@ def cut(
             key = rule.key(shape)
             if key in opened and not opened[key].takes(shape):
                 yield opened.pop(key).taken_out()[0]
-            opened.setdefault(key, _Open(rule, place)).add(sample, shape)
-            if rule.layout == "stack" and not opened[key].takes(shape):  # no other shape will come
+            step = opened.setdefault(key, _Open(rule, place))
+            step.add(sample, shape)
+            # Where clips are stacked no other shape will come.
+            if (rule.layout == "stack" and not step.takes(shape)) or (rule.prompt and step.full):
                 yield opened.pop(key).taken_out()[0]
         yield from _overdue(opened, shape_of, place)
     for key, step in opened.items():
