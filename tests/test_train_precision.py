@@ -133,6 +133,13 @@ def test_momentum_begins_with_the_first_step_that_is_taken(dtype: str, clip: flo
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+def test_a_sparse_gradient_is_refused_by_the_name_of_its_weight() -> None:
+    precision, model = Precision({"dtype": "float32"}), nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(precision.prepare(model), lr=1.0)
+    with pytest.raises(ConfigError, match=r"'0\.weight' is sparse.*\n.*without sparse=True"):
+        take(precision, model, optimizer, torch.tensor([1, 2]), clip=1.0)
+
+
 def test_one_optimizer_that_does_not_divide_has_all_gradients_shrunk_before() -> None:
     precision, model = Precision({"dtype": "float32"}), small()
     trained = precision.prepare(model)
@@ -354,7 +361,7 @@ def test_weights_loaded_into_the_model_alone_stay() -> None:
     assert all(bool((value == 5).all()) for value in model.parameters())
 
 
-@pytest.mark.parametrize("clip", [-1.0, 0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("clip", [-1.0, 0.0, float("nan"), float("inf"), 10**400])
 def test_a_norm_that_is_none_is_refused(clip: float) -> None:
     model = nn.Linear(4, 1)
     precision = Precision({"dtype": "float32"}, "cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import math
+import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -244,7 +244,7 @@ class Precision:
                 gradients at all, a ``clip`` that is no norm, or under a loss scale a step without a :meth:`backward` of its
                 own: gradients of ``loss.backward()`` have no scale, those of another step one that is gone.
         """
-        if clip is not None and not (isinstance(clip, int | float) and clip is not True and 0 < clip < math.inf):
+        if clip is not None and not (isinstance(clip, int | float) and clip is not True and 0 < clip <= sys.float_info.max):
             raise ConfigError(f"clip={shown(clip)} is no norm", fix="give a number above 0, or None to shrink nothing")
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(_several(optimizer))
         self._check(optimizers)
@@ -269,7 +269,7 @@ class Precision:
             for each in stepping:
                 self._scaler.unscale_(each)
         grads = [value.grad for value in values]
-        norm = total_norm(grads)
+        norm = self._norm(values)
         divisor: torch.Tensor | None = None
         if clip is not None and self._scaler is None and all(map(_divides, stepping)) and not any(map(is_sharded, grads)):
             divisor = ((norm + MARGIN) / clip).clamp(min=1.0)  # by the optimizer's own pass: one over the gradients less
@@ -295,6 +295,24 @@ class Precision:
             with torch.no_grad():
                 torch._foreach_copy_(locals_of(self._low), locals_of(self.masters.values()))
         return norm
+
+    def _norm(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm of all gradients.
+
+        Raises:
+            ConfigError: for sparse ones, of which torch has none.
+        """
+        try:
+            return total_norm([value.grad for value in values if value.grad is not None])
+        except (NotImplementedError, RuntimeError) as error:
+            sparse = next((value for value in values if value.grad is not None and value.grad.layout != torch.strided), None)
+            if sparse is None:
+                raise
+            name = self._trained[id(sparse)][0] if id(sparse) in self._trained else f"a tensor {tuple(sparse.shape)}"
+            raise ConfigError(
+                f"the gradient of {name!r} is sparse, which has no norm to clip by or to tell a step by that is not finite",
+                fix="make its module without sparse=True, or step it with an optimizer of its own",
+            ) from error
 
     def _check(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Refuses optimizers that would not move what was prepared, before anything is changed."""
