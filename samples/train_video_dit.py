@@ -306,6 +306,8 @@ def main(trainer_of: type[Trainer] = Trainer) -> None:
         signal.signal(signal.SIGINT, partial(interrupted, trainer))
     with trainer.loader:
         trainer.run()
+    if trainer.rank == 0:
+        print(f"{options.out}: losses.csv, checkpoint.pt, and samples-STEP.gif where there are any", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -221,19 +221,13 @@ class VideoLoader:
         Raises:
             ConfigError: always.
         """
-        return self.__getitems__([number])
-
-    def __getitems__(self, numbers: Any) -> Any:
-        """The same, of one that makes batches.
-
-        Raises:
-            ConfigError: always.
-        """
         raise ConfigError(
             "torch's DataLoader was put around a VideoLoader, which makes whole batches by itself",
             fix="iterate the VideoLoader; where a DataLoader is insisted on give loader.as_dataloader(), and for single clips "
             "loader.dataset",
         )
+
+    __getitems__ = __getitem__  # of several at once
 
     def upcoming(self) -> list[int]:
         """The videos of this rank's next ``iter()`` in the order in which they come, as positions in ``dataset.paths``."""

@@ -7,6 +7,7 @@ from typing import Literal
 
 import torch
 
+from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops.checks import floating, refuse, said
 
@@ -73,7 +74,10 @@ class Rope:
 
         Raises:
             ConfigError: for ``dims`` that do not fit.
+            DeviceError: for a CUDA device that is not there.
         """
+        if device is not None and torch.device(device).type == "cuda":
+            device = resolve_device(str(device))
         if len(grid) != len(dims) or any(dim % 2 or dim < 0 for dim in dims) or min(grid, default=0) < 0:
             raise ConfigError(f"dims are {dims} for the grid {grid}", fix="give one even number for each axis")
         axes = []

@@ -25,6 +25,7 @@ from gpupipe.train.loading import Taken, on_load, renamed, unwrapped
 from gpupipe.train.made import MADE, reduced
 from gpupipe.train.shards import MARGIN, Scaler, average, is_fully_sharded, like, locals_of, total_norm
 from gpupipe.train.shards import clip as shrink
+from gpupipe.train.stepping import divides, known_to_the_host, share_what_was_found, step_if_finite
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -271,16 +272,16 @@ class Precision:
         grads = [value.grad for value in values]
         norm = self._norm(values)
         divisor: torch.Tensor | None = None
-        if clip is not None and self._scaler is None and all(map(_divides, stepping)) and not any(map(is_sharded, grads)):
+        if clip is not None and self._scaler is None and all(map(divides, stepping)) and not any(map(is_sharded, grads)):
             divisor = ((norm + MARGIN) / clip).clamp(min=1.0)  # by the optimizer's own pass: one over the gradients less
         elif clip is not None:
             shrink(grads, clip, norm)
         if self._scaler is not None:
-            _share_what_was_found(self._scaler, stepping)
+            share_what_was_found(self._scaler, stepping)
             self._stepping = True
             try:
                 for each in stepping:
-                    with _known_to_the_host(each):
+                    with known_to_the_host(each):
                         self._scaler.step(each)
             finally:
                 self._stepping = False
@@ -288,7 +289,7 @@ class Precision:
             self._bound_scale()
         else:
             for each in stepping:
-                _step_if_finite(each, norm, divisor)
+                step_if_finite(each, norm, divisor)
         for each in optimizers:
             each.zero_grad(set_to_none=True)
         if self._low:
@@ -422,56 +423,6 @@ def _not_alone(known: weakref.ref[Precision], optimizer: torch.optim.Optimizer, 
         )
 
 
-def _divides(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out steps on the device, and divides gradients as it goes: torch's fused ones."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _begins(optimizer)
-
-
-def _begins(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether torch's SGD is to make its momentum in the next step: out of memory as it comes, which a step that is left out on
-    the device does not fill."""
-    if not isinstance(optimizer, torch.optim.SGD):
-        return False
-    first = [next((value for value in group["params"] if value.grad is not None), None) for group in optimizer.param_groups]
-    return any(
-        group["momentum"] and value is not None and optimizer.state.get(value, {}).get("momentum_buffer") is None
-        for group, value in zip(optimizer.param_groups, first, strict=True)
-    )
-
-
-@contextmanager
-def _known_to_the_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within the block GradScaler waits for whether gradients are finite, where an optimizer cannot leave out its step."""
-    own: Any = optimizer
-    if not _begins(optimizer):
-        yield
-        return
-    before = getattr(own, "_step_supports_amp_scaling", False)
-    own._step_supports_amp_scaling = False
-    try:
-        yield
-    finally:
-        own._step_supports_amp_scaling = before
-
-
-def _step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
-    """A step, unless the norm of its gradients is not finite. Fused optimizers see to that on the device.
-
-    Args:
-        divisor: of the gradients; for an optimizer that :func:`_divides`.
-    """
-    if not _divides(optimizer):
-        if bool(norm.isfinite()):
-            optimizer.step()
-        return
-    fused: Any = optimizer  # as GradScaler hands these two over
-    fused.grad_scale, fused.found_inf = divisor, (~norm.isfinite()).float()
-    try:
-        optimizer.step()
-    finally:
-        del fused.grad_scale, fused.found_inf
-
-
 def _not_parallel(model: nn.Module) -> nn.Module:
     """The model within ``torch.compile``."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
@@ -484,17 +435,6 @@ def _several(optimizers: Any) -> Sequence[torch.optim.Optimizer]:
     if not isinstance(optimizers, list | tuple) or not optimizers:
         raise ConfigError(f"optimizer is {shown(optimizers)}", fix=fix)
     return [of(torch.optim.Optimizer, each, "one of the optimizers", fix) for each in optimizers]
-
-
-def _share_what_was_found(scaler: torch.amp.GradScaler, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Gradients of one optimizer that are not finite have all of them leave the step out."""
-    if len(optimizers) == 1:
-        return
-    found = [value for each in optimizers for value in scaler._found_inf_per_device(each).values()]
-    device = found[0].device
-    worst = torch.stack([value.to(device, non_blocking=True) for value in found]).amax(0)
-    for value in found:
-        value.copy_(worst, non_blocking=True)
 
 
 def _add_to(master: torch.Tensor) -> Any:

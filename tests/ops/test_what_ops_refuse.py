@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from gpupipe import ops
-from gpupipe.errors import ConfigError, ShapeError
+from gpupipe.errors import ConfigError, DeviceError, ShapeError
 
 X = torch.linspace(-1, 1, 48).sin().view(2, 4, 6)
 Q = torch.linspace(-3, 3, 1296).cos().view(2, 12, 3, 3, 6)
@@ -29,6 +29,7 @@ WRONG: dict[str, tuple[Callable[..., Any], dict[str, Any], type[Exception], str]
     "an epsilon below 0": (ops.rms_norm, {"x": X, "eps": -1.0}, ConfigError, "eps is -1.0"),
     "no scale": (ops.modulate_norm, {"x": X, "scale": None}, ShapeError, "scale is"),
     "no gate": (ops.gate_add_modulate_norm, {"x": X, "branch": X, "gate": None, "scale": X[0, 0]}, ShapeError, "gate is"),
+    "a GPU that is not there": (ops.Rope.of, {"grid": (3,), "dims": (2,), "device": "cuda:99"}, DeviceError, "cuda:99"),
     "dims below 0": (ops.Rope.of, {"grid": (3,), "dims": (-2,)}, ConfigError, "dims are"),
 }
 
