@@ -345,9 +345,11 @@ def test_wrong_numbers_are_named(options: dict[str, int], says: str) -> None:
         AdaptiveGraph(lambda: None, **{**OPTIONS, **options})
 
 
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUPIPE_GRAPH_THRESHOLD", "often")
-    with pytest.raises(ConfigError, match="GPUPIPE_GRAPH_THRESHOLD='often'"):
+@pytest.mark.parametrize("value", ["often", "nan", "inf", "-1"])
+@pytest.mark.parametrize("name", ["GPUPIPE_GRAPH_RETRY", "GPUPIPE_GRAPH_THRESHOLD"])
+def test_a_wrong_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
         AdaptiveGraph(lambda: None, **OPTIONS)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import linecache
+import math
 import os
 import traceback
 from collections import Counter
@@ -454,9 +455,11 @@ def _from_environment(names: Sequence[str], default: float, *, lowest: float) ->
             try:
                 value = float(text)
             except ValueError:
-                value = lowest - 1
-            if value < lowest:
-                raise ConfigError(f"{name}={text!r} is no number from {lowest:g} on", fix=f"unset {name}, or give it one")
+                value = math.nan
+            if not lowest <= value < math.inf:
+                raise ConfigError(
+                    f"{name}={text!r} is no finite number from {lowest:g} on", fix=f"unset {name}, or give it one"
+                )
             return value
     return default
 
