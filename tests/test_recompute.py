@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from tape import Tape
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
-from gpupipe.train import TrainingConfig
+from gpupipe.train import AdaptiveGraph, TrainingConfig
 from gpupipe.train.recomputing import Choice, Cost, _kept, _measured, _observed, _planned, recompute
 
 MB = 1e-3
@@ -296,3 +299,48 @@ def test_a_budget_is_an_amount_with_its_unit_too(model: Model) -> None:
     with pytest.raises(ConfigError, match="recompute='2 heaps'"):
         recompute(model, "2 heaps")
     assert TrainingConfig(recompute="60GB").recompute == TrainingConfig(recompute=60).recompute == 60.0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_what_stands_on_one_another_goes_in_any_order(model: Model, order: tuple[int, ...]) -> None:
+    """Graphs, a plan, and graphs again in the place of one forward: those that are left go on."""
+    block, x = model.blocks[0], batch(4)
+    expected = step(copy.deepcopy(model.eval()), x)
+    graphs = [AdaptiveGraph(block, device="cpu", recorder=Tape) for _ in range(2)]  # in their warm-up all along
+    standing: dict[int, Any] = {0: graphs[0].installed()}
+    standing[1] = recompute(model, "block", blocks=[block])
+    standing[2] = graphs[1].installed()
+
+    def counts() -> list[int]:
+        return [graphs[0].report().calls, block.calls, graphs[1].report().calls]
+
+    for place in order:
+        with pytest.raises(ConfigError, match="already") if 1 in standing else nullcontext():
+            recompute(model, "block", blocks=[block]).remove()
+        standing.pop(place).remove()
+        before = counts()
+        loss = step(model, x)
+        loss.backward()
+        assert torch.equal(loss, expected)
+        again = 1 + (1 in standing)
+        # a plan makes again what it stands on, and not what stands on it
+        assert [now - then for now, then in zip(counts(), before, strict=True)] == [
+            again * (0 in standing),
+            again,
+            2 in standing,
+        ]
+    assert "forward" not in block.__dict__
+
+
+def test_a_copy_keeps_the_plan_under_graphs_that_it_loses(model: Model) -> None:
+    block = model.blocks[0]
+    plan = recompute(model, "block")
+    graph = AdaptiveGraph(block, device="cpu", recorder=Tape)
+    with graph.installed():
+        other = copy.deepcopy(model)
+        step(other, batch(4)).backward()
+        assert graph.report().calls == 0
+        assert [each.calls for each in other.blocks] == [2] * 6  # type: ignore[comparison-overlap]
+        with pytest.raises(ConfigError, match=r"blocks.0 is made again already"):
+            recompute(other, "block", blocks=[other.blocks[0]])
+    plan.remove()

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from gpupipe.config.ranges import gigabytes
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.train.arguments import a_budget, a_function, a_model, several, shown
-from gpupipe.train.forwards import Replaced, forward_of
+from gpupipe.train.forwards import Replaced, forward_of, replaced
 
 Policy = Literal["none", "elementwise", "block"]
 _NO_BACKWARD = "have step do a forward and return its loss, without backward"
@@ -61,6 +61,10 @@ class Choice:
     """Of each policy, where they were measured."""
 
 
+class _MadeAgain(Replaced):
+    """A block's ``forward`` under a policy."""
+
+
 class Recompute:
     """A policy on blocks of a model, until :meth:`remove` or the end of a ``with`` block. Names and checkpoints stay.
 
@@ -73,13 +77,13 @@ class Recompute:
         self.choices = tuple(choices)
         self.peak_bytes = peak_bytes
         self._replaced = [
-            Replaced(blocks[choice.name], partial(_again, forward_of(blocks[choice.name]), choice.policy, _Draws()))
+            _MadeAgain(blocks[choice.name], partial(_again, forward_of(blocks[choice.name]), choice.policy, _Draws()))
             for choice in choices
             if choice.policy != "none"
         ]
 
     def remove(self) -> None:
-        """Gives all blocks their own ``forward`` back; may be called again."""
+        """Gives all blocks their own ``forward`` back, and leaves what else stands in its place; may be called again."""
         for each in self._replaced:
             each.undo()
 
@@ -154,8 +158,8 @@ def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> 
         elif isinstance(module, torch.nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
             found |= {f"{name}.{number}" if name else str(number): child for number, child in enumerate(module)}
     for name, block in found.items():
-        if getattr(block.__dict__.get("forward"), "func", None) is _again:
-            raise ConfigError(f"{name} is made again already", fix="remove() the plan that says so first")
+        if any(isinstance(each, _MadeAgain) for each in replaced(block)):
+            raise ConfigError(f"{name or 'the model'} is made again already", fix="remove() the plan that says so first")
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no list of like modules", fix="name them: blocks=[…], the modules that repeat"
