@@ -301,6 +301,57 @@ def test_a_budget_is_an_amount_with_its_unit_too(model: Model) -> None:
     assert TrainingConfig(recompute="60GB").recompute == TrainingConfig(recompute=60).recompute == 60.0
 
 
+class Talks(nn.Module):
+    """Has arguments that torch's checkpoint has as well, and those of what stands between."""
+
+    NAMES = (
+        "function", "debug", "preserve_rng_state", "early_stop", "determinism_check", "context_fn", "use_reentrant",
+        "forward", "policy", "draws", "own", "module",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        hidden = self.line(x).tanh()
+        for name, value in given.items():
+            hidden = hidden * (value + self.NAMES.index(name))
+        return hidden.sin()
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "block"])
+@pytest.mark.parametrize("name", Talks.NAMES)
+def test_arguments_reach_the_block_whatever_their_names(policy: Any, name: str) -> None:
+    model, x = nn.ModuleDict({"blocks": nn.ModuleList([Talks(), Talks()])}), torch.randn(3, 4)
+    given = {name: torch.full((4,), 3.0, requires_grad=True)}
+
+    def run() -> list[torch.Tensor]:
+        loss = sum(block(x, **given).sum() for block in model["blocks"])  # type: ignore[union-attr]
+        return [loss, *torch.autograd.grad(loss, [given[name], *model.parameters()])]
+
+    expected = run()
+    with recompute(model, policy):
+        found = run()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "block"])
+def test_arguments_reach_the_block_under_torch_compile(policy: Any) -> None:
+    model, x = nn.ModuleDict({"blocks": nn.ModuleList([Talks(), Talks()])}), torch.randn(3, 4)
+    scale = torch.full((4,), 3.0, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        return sum(block(x, debug=scale, early_stop=True).sum() for block in model["blocks"])  # type: ignore[return-value, union-attr]
+
+    wanted = [scale, *model.parameters()]
+    expected = torch.autograd.grad(run(), wanted)
+    with recompute(model, policy):
+        found = torch.autograd.grad(torch.compile(run, backend="aot_eager", fullgraph=True)(), wanted)
+    torch._dynamo.reset()
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_what_stands_on_one_another_goes_in_any_order(model: Model, order: tuple[int, ...]) -> None:
     """Graphs, a plan, and graphs again in the place of one forward: those that are left go on."""

@@ -16,7 +16,7 @@ def forward_of(module: torch.nn.Module) -> Forward:
     return partial(_call, module, module.__dict__.get("forward"))
 
 
-def _call(module: torch.nn.Module, own: Forward | None, *args: Any, **kwargs: Any) -> Any:
+def _call(module: torch.nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any) -> Any:
     return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
 
 

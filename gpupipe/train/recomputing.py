@@ -174,13 +174,14 @@ class _Draws:
     known: bool | None = None
 
 
-def _again(forward: Callable[..., Any], policy: Policy, draws: _Draws, *args: Any, **kwargs: Any) -> Any:
+def _again(forward: Callable[..., Any], policy: Policy, draws: _Draws, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     contexts: dict[str, Any] = {}
     if policy == "elementwise":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
-    run = partial(checkpoint, forward, *args, use_reentrant=False, **contexts, **kwargs)
+    bound = partial(forward, **kwargs)  # some have the names of checkpoint's own
+    run = partial(checkpoint, bound, *args, use_reentrant=False, **contexts)
     if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return run()
     if torch.cuda.is_current_stream_capturing():  # where a generator's state cannot be read

@@ -261,7 +261,7 @@ class AdaptiveGraph:
         """Whether this call is a part of something else that is being captured."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _in_segments(self, late: bool, *args: Any, **kwargs: Any) -> Any:
+    def _in_segments(self, late: bool, /, *args: Any, **kwargs: Any) -> Any:
         """A call in parts; a hit when each of them was replayed."""
         assert self._cut is not None
         function, parts = self._cut
