@@ -352,6 +352,50 @@ def test_arguments_reach_the_block_under_torch_compile(policy: Any) -> None:
     assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
 
 
+class Repeats(nn.Module):
+    """One block, three times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(64)] * 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_stands_several_times_is_one_block() -> None:
+    model = Repeats()
+    block, x = model.blocks[0], batch(8)
+    with recompute(model, "block") as plan:
+        step(model, x).backward()
+        assert block.calls == 6, "three forwards, each made again once"
+        assert [choice.name for choice in plan.choices] == ["blocks.0"]
+    step(model, x).backward()
+    assert block.calls == 9
+    assert "forward" not in block.__dict__
+    recompute(model, "elementwise").remove()
+
+
+def test_a_block_of_two_lists_is_one_block() -> None:
+    one, other, third = (Block(8) for _ in range(3))
+    model = nn.ModuleDict({"first": nn.ModuleList([one, other]), "then": nn.ModuleList([other, third])})
+    with recompute(model, "block") as plan:
+        assert [choice.name for choice in plan.choices] == ["first.0", "first.1", "then.1"]
+
+
+def test_a_budget_counts_each_call_of_a_block() -> None:
+    model, x = Repeats(), batch(4096)
+    base = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    plain = kept_bytes(model, x)
+    with recompute(model, (base + 0.8 * plain) / 1e9, step=lambda: step(model, x)) as plan:
+        (choice,) = plan.choices
+        assert choice.policy != "none"
+        assert {cost.calls for cost in choice.costs.values()} == {3}
+        assert kept_bytes(model, x) < 0.8 * plain
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_what_stands_on_one_another_goes_in_any_order(model: Model, order: tuple[int, ...]) -> None:
     """Graphs, a plan, and graphs again in the place of one forward: those that are left go on."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
@@ -43,12 +43,14 @@ _HEAVY = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block keeps for its backward, and how long both take."""
+    """What a call of a block keeps for its backward, and how long both take."""
 
     kept_bytes: int
     seconds: float
     passing_bytes: int = 0
     """What it takes beyond that at its own peak, in the backward as a rule; 0 where nobody counts."""
+    calls: int = 1
+    """Of a block in a step, each of which keeps so much."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,12 @@ def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> 
             if id(module) in chosen:
                 found[name] = module
         elif isinstance(module, torch.nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
-            found |= {f"{name}.{number}" if name else str(number): child for number, child in enumerate(module)}
+            known = {id(block) for block in found.values()}
+            found |= {
+                f"{name}.{number}" if name else number: child
+                for number, child in module.named_children()
+                if id(child) not in known
+            }
     for name, block in found.items():
         if any(isinstance(each, _MadeAgain) for each in replaced(block)):
             raise ConfigError(f"{name or 'the model'} is made again already", fix="remove() the plan that says so first")
@@ -213,7 +220,7 @@ def _planned(
     base = _base_bytes(model)  # now: what is called below is held till it has been measured
     calls, kept_in_all = _observed(blocks, step)
     costs = _measured(blocks, calls)
-    rest = max(0, kept_in_all - sum(cost["none"].kept_bytes for cost in costs.values()))
+    rest = max(0, kept_in_all - sum(_in_all(cost["none"]) for cost in costs.values()))
     policies: dict[str, Policy] = dict.fromkeys(costs, "none")
 
     def peak() -> int:
@@ -221,7 +228,7 @@ def _planned(
         chosen = [costs[name][policy] for name, policy in policies.items()]
         again = [costs[name]["none"].kept_bytes for name, policy in policies.items() if policy != "none"]
         passing = max([each.passing_bytes for each in chosen] + again, default=0)
-        return base + rest + sum(each.kept_bytes for each in chosen) + passing
+        return base + rest + sum(map(_in_all, chosen)) + passing
 
     while peak() > budget:
         moves = [
@@ -239,6 +246,11 @@ def _planned(
         policies[name] = policy
     choices = [Choice(name, policies.get(name, "none"), costs.get(name, {})) for name in blocks]
     return Recompute(blocks, choices, peak())
+
+
+def _in_all(cost: Cost) -> int:
+    """What all calls of a block keep."""
+    return cost.calls * cost.kept_bytes
 
 
 def _price(now: Cost, then: Cost) -> float:
@@ -263,6 +275,8 @@ class _Call:
     kwargs: dict[str, Any]
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     """Of each kind of device: its type, and whether it holds."""
+    times: int = 0
+    """How often it came."""
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -278,13 +292,14 @@ def _autocasts() -> tuple[tuple[str, torch.dtype, bool], ...]:
 
 
 def _observed(blocks: dict[str, torch.nn.Module], step: Callable[[], torch.Tensor]) -> tuple[dict[str, _Call], int]:
-    """(what each block was called with, in a forward; bytes that this forward kept)."""
+    """(what each block was called with first, in a forward, and how often; bytes that this forward kept)."""
     calls: dict[str, _Call] = {}
 
     def keep(name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in calls:
             # not the graph that they are the ends of
             calls[name] = _Call(tree_map(_own, args), tree_map(_own, kwargs), _autocasts())
+        calls[name].times += 1
 
     hooks = [block.register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name, block in blocks.items()]
     try:
@@ -314,7 +329,7 @@ def _measured(blocks: dict[str, torch.nn.Module], calls: dict[str, _Call]) -> di
         kind = (type(block), tuple(tuple(each.shape) for each in block.parameters()), shapes, call.autocasts)
         if kind not in known:
             known[kind] = {policy: _cost(block, call, policy) for policy in get_args(Policy)}
-        costs[name] = known[kind]
+        costs[name] = {policy: replace(cost, calls=call.times) for policy, cost in known[kind].items()}
     return costs
 
 
