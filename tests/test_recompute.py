@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.train import AdaptiveGraph, TrainingConfig
-from gpupipe.train.recomputing import Choice, Cost, _kept, _measured, _observed, _planned, recompute
+from gpupipe.train.recomputing import Choice, Cost, _amounts, _kept, _measured, _observed, _planned, recompute
 
 MB = 1e-3
 """GB"""
@@ -394,6 +394,24 @@ def test_a_budget_counts_each_call_of_a_block() -> None:
         assert choice.policy != "none"
         assert {cost.calls for cost in choice.costs.values()} == {3}
         assert kept_bytes(model, x) < 0.8 * plain
+
+
+def test_blocks_of_another_model_are_named(model: Model) -> None:
+    with pytest.raises(ConfigError, match=r"blocks\[1\], a Block, is no module of the Model"):
+        recompute(model, "block", blocks=[model.blocks[0], copy.deepcopy(model).blocks[1]])
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_small_budgets_are_told_by_figures_that_differ(model: Model) -> None:
+    x = batch()
+    least = recompute(model, 1.0, step=lambda: step(model, x))
+    least.remove()
+    assert least.peak_bytes is not None
+    assert f"about {least.peak_bytes / 1e6:.2f} MB" in str(least)
+    with pytest.raises(DeviceMemoryError, match=r"0\.10 MB is too small a budget: .* a step takes \d+\.\d\d MB"):
+        recompute(model, "100KB", step=lambda: step(model, x))
+    assert _amounts(60_000_000_000, 60_001_000_000) == ["60.000 GB", "60.001 GB"]
+    assert _amounts(1, 2) == ["0.000001 MB", "0.000002 MB"]
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))

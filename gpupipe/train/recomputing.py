@@ -99,7 +99,7 @@ class Recompute:
         counts = {policy: sum(choice.policy == policy for choice in self.choices) for policy in get_args(Policy)}
         text = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
         if self.peak_bytes is not None:
-            text += f"; about {self.peak_bytes / 1e9:.2f} GB at the peak"
+            text += f"; about {_amounts(self.peak_bytes)[0]} at the peak"
         return f"{len(self.choices)} blocks: {text}"
 
 
@@ -121,11 +121,11 @@ def recompute(
         blocks: default the modules of the model's lists of like ones (``torch.nn.ModuleList``), the outermost.
 
     Raises:
-        ConfigError: for arguments of the wrong kind, an unknown policy, a budget without ``step``, a step with a backward, or a
-            model without blocks.
+        ConfigError: for arguments of the wrong kind, an unknown policy, a budget without ``step``, a step with a backward, a
+            model without blocks, blocks of another model, or such as are made again already.
         DeviceMemoryError: when the budget is too small even with every block made again.
     """
-    named = _named(a_model(model), None if blocks is None else _modules(blocks))
+    named = _named(a_model(model), None if blocks is None else _modules(model, blocks))
     if policy in get_args(Policy):
         return Recompute(named, [Choice(name, cast(Policy, policy), {}) for name in named], None)
     if isinstance(policy, str) and isinstance(gigabytes(policy), str):
@@ -142,9 +142,16 @@ def recompute(
     return _planned(model, named, budget, step)
 
 
-def _modules(blocks: Any) -> list[torch.nn.Module]:
-    found = several(blocks, "blocks", "a list of the modules that repeat")
-    return [a_model(block, "one of blocks") for block in found]
+def _modules(model: torch.nn.Module, blocks: Any) -> list[torch.nn.Module]:
+    found = [a_model(block, "one of blocks") for block in several(blocks, "blocks", "a list of the modules that repeat")]
+    inside = {id(module) for module in model.modules()}
+    for place, block in enumerate(found):
+        if id(block) not in inside:
+            raise ConfigError(
+                f"blocks[{place}], a {type(block).__name__}, is no module of the {type(model).__name__}",
+                fix="name modules of the model itself, not of a copy or of another one",
+            )
+    return found
 
 
 def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> dict[str, torch.nn.Module]:
@@ -238,8 +245,9 @@ def _planned(
             if cost.kept_bytes < each[policies[name]].kept_bytes
         ]
         if not moves:
+            given, taken = _amounts(budget, peak())
             raise DeviceMemoryError(
-                f"{budget / 1e9:.2f} GB is too small a budget: with all blocks made again a step takes {peak() / 1e9:.2f} GB",
+                f"{given} is too small a budget: with all blocks made again a step takes {taken}",
                 fix="use a smaller batch, a larger budget, or smaller blocks",
             )
         _, name, policy = min(moves, key=lambda move: move[0])
@@ -251,6 +259,15 @@ def _planned(
 def _in_all(cost: Cost) -> int:
     """What all calls of a block keep."""
     return cost.calls * cost.kept_bytes
+
+
+def _amounts(*sizes: int) -> list[str]:
+    """Bytes as a message tells them, unlike ones by unlike figures."""
+    for digits in range(2, 10):
+        told = [f"{size / 1e9:.{digits}f} GB" if size >= 1e9 else f"{size / 1e6:.{digits}f} MB" for size in sizes]
+        if len(set(told)) == len(set(sizes)):
+            break
+    return told
 
 
 def _price(now: Cost, then: Cost) -> float:
