@@ -345,9 +345,11 @@ def test_wrong_numbers_are_named(options: dict[str, int], says: str) -> None:
         AdaptiveGraph(lambda: None, **{**OPTIONS, **options})
 
 
-def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("GPUPIPE_GRAPH_THRESHOLD", "often")
-    with pytest.raises(ConfigError, match="GPUPIPE_GRAPH_THRESHOLD='often'"):
+@pytest.mark.parametrize("value", ["often", "nan", "inf", "-1"])
+@pytest.mark.parametrize("name", ["GPUPIPE_GRAPH_RETRY", "GPUPIPE_GRAPH_THRESHOLD"])
+def test_a_wrong_variable_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"{name}='{value}'"):
         AdaptiveGraph(lambda: None, **OPTIONS)
 
 
@@ -462,6 +464,39 @@ def test_what_was_in_the_place_of_forward_comes_back() -> None:
     with AdaptiveGraph(model, **AT_ONCE).installed():
         assert not model(inputs(1)[0]).any()
     assert model.__dict__["forward"] is patched
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_graphs_of_a_module_go_in_any_order(first: int) -> None:
+    model, twin = pair()
+    graphs = [AdaptiveGraph(model, **OPTIONS) for _ in range(2)]
+    installed = [graph.installed() for graph in graphs]
+    x = inputs(1)[0]
+    model(x)
+    assert [graph.report().calls for graph in graphs] == [1, 1]
+    installed[first].remove()
+    installed[first].remove()
+    assert torch.equal(model(x), twin(x))
+    assert [graph.report().calls for graph in graphs] == [1 + first, 2 - first]
+    installed[1 - first].remove()
+    assert torch.equal(model(x), twin(x))
+    assert [graph.report().calls for graph in graphs] == [1 + first, 2 - first]
+    assert "forward" not in model.__dict__
+
+
+def test_graphs_are_installed_once_at_a_time() -> None:
+    model, twin = pair()
+    graph = AdaptiveGraph(model, **OPTIONS)
+    former = graph.installed()
+    with pytest.raises(ConfigError, match="installed already"):
+        graph.installed()
+    former.remove()
+    with graph.installed():
+        former.remove()  # nothing any more
+        x = inputs(1)[0]
+        assert torch.equal(model(x), twin(x))
+        assert graph.report().calls == 1
+    assert "forward" not in model.__dict__
 
 
 def test_hooks_of_parameters_see_a_gradient_once() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from tape import Tape
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from gpupipe.errors import ConfigError, DeviceMemoryError
-from gpupipe.train import TrainingConfig
-from gpupipe.train.recomputing import Choice, Cost, _kept, _measured, _observed, _planned, recompute
+from gpupipe.train import AdaptiveGraph, TrainingConfig
+from gpupipe.train.recomputing import Choice, Cost, _amounts, _kept, _measured, _observed, _planned, recompute
 
 MB = 1e-3
 """GB"""
@@ -296,3 +299,161 @@ def test_a_budget_is_an_amount_with_its_unit_too(model: Model) -> None:
     with pytest.raises(ConfigError, match="recompute='2 heaps'"):
         recompute(model, "2 heaps")
     assert TrainingConfig(recompute="60GB").recompute == TrainingConfig(recompute=60).recompute == 60.0
+
+
+class Talks(nn.Module):
+    """Has arguments that torch's checkpoint has as well, and those of what stands between."""
+
+    NAMES = (
+        "function", "debug", "preserve_rng_state", "early_stop", "determinism_check", "context_fn", "use_reentrant",
+        "forward", "policy", "draws", "own", "module",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, **given: Any) -> torch.Tensor:
+        hidden = self.line(x).tanh()
+        for name, value in given.items():
+            hidden = hidden * (value + self.NAMES.index(name))
+        return hidden.sin()
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "block"])
+@pytest.mark.parametrize("name", Talks.NAMES)
+def test_arguments_reach_the_block_whatever_their_names(policy: Any, name: str) -> None:
+    model, x = nn.ModuleDict({"blocks": nn.ModuleList([Talks(), Talks()])}), torch.randn(3, 4)
+    given = {name: torch.full((4,), 3.0, requires_grad=True)}
+
+    def run() -> list[torch.Tensor]:
+        loss = sum(block(x, **given).sum() for block in model["blocks"])  # type: ignore[union-attr]
+        return [loss, *torch.autograd.grad(loss, [given[name], *model.parameters()])]
+
+    expected = run()
+    with recompute(model, policy):
+        found = run()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["elementwise", "block"])
+def test_arguments_reach_the_block_under_torch_compile(policy: Any) -> None:
+    model, x = nn.ModuleDict({"blocks": nn.ModuleList([Talks(), Talks()])}), torch.randn(3, 4)
+    scale = torch.full((4,), 3.0, requires_grad=True)
+
+    def run() -> torch.Tensor:
+        return sum(block(x, debug=scale, early_stop=True).sum() for block in model["blocks"])  # type: ignore[return-value, union-attr]
+
+    wanted = [scale, *model.parameters()]
+    expected = torch.autograd.grad(run(), wanted)
+    with recompute(model, policy):
+        found = torch.autograd.grad(torch.compile(run, backend="aot_eager", fullgraph=True)(), wanted)
+    torch._dynamo.reset()
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+
+
+class Repeats(nn.Module):
+    """One block, three times over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(64)] * 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_block_that_stands_several_times_is_one_block() -> None:
+    model = Repeats()
+    block, x = model.blocks[0], batch(8)
+    with recompute(model, "block") as plan:
+        step(model, x).backward()
+        assert block.calls == 6, "three forwards, each made again once"
+        assert [choice.name for choice in plan.choices] == ["blocks.0"]
+    step(model, x).backward()
+    assert block.calls == 9
+    assert "forward" not in block.__dict__
+    recompute(model, "elementwise").remove()
+
+
+def test_a_block_of_two_lists_is_one_block() -> None:
+    one, other, third = (Block(8) for _ in range(3))
+    model = nn.ModuleDict({"first": nn.ModuleList([one, other]), "then": nn.ModuleList([other, third])})
+    with recompute(model, "block") as plan:
+        assert [choice.name for choice in plan.choices] == ["first.0", "first.1", "then.1"]
+
+
+def test_a_budget_counts_each_call_of_a_block() -> None:
+    model, x = Repeats(), batch(4096)
+    base = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    plain = kept_bytes(model, x)
+    with recompute(model, (base + 0.8 * plain) / 1e9, step=lambda: step(model, x)) as plan:
+        (choice,) = plan.choices
+        assert choice.policy != "none"
+        assert {cost.calls for cost in choice.costs.values()} == {3}
+        assert kept_bytes(model, x) < 0.8 * plain
+
+
+def test_blocks_of_another_model_are_named(model: Model) -> None:
+    with pytest.raises(ConfigError, match=r"blocks\[1\], a Block, is no module of the Model"):
+        recompute(model, "block", blocks=[model.blocks[0], copy.deepcopy(model).blocks[1]])
+    assert "forward" not in model.blocks[0].__dict__
+
+
+def test_small_budgets_are_told_by_figures_that_differ(model: Model) -> None:
+    x = batch()
+    least = recompute(model, 1.0, step=lambda: step(model, x))
+    least.remove()
+    assert least.peak_bytes is not None
+    assert f"about {least.peak_bytes / 1e6:.2f} MB" in str(least)
+    with pytest.raises(DeviceMemoryError, match=r"0\.10 MB is too small a budget: .* a step takes \d+\.\d\d MB"):
+        recompute(model, "100KB", step=lambda: step(model, x))
+    assert _amounts(60_000_000_000, 60_001_000_000) == ["60.000 GB", "60.001 GB"]
+    assert _amounts(1, 2) == ["0.000001 MB", "0.000002 MB"]
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_what_stands_on_one_another_goes_in_any_order(model: Model, order: tuple[int, ...]) -> None:
+    """Graphs, a plan, and graphs again in the place of one forward: those that are left go on."""
+    block, x = model.blocks[0], batch(4)
+    expected = step(copy.deepcopy(model.eval()), x)
+    graphs = [AdaptiveGraph(block, device="cpu", recorder=Tape) for _ in range(2)]  # in their warm-up all along
+    standing: dict[int, Any] = {0: graphs[0].installed()}
+    standing[1] = recompute(model, "block", blocks=[block])
+    standing[2] = graphs[1].installed()
+
+    def counts() -> list[int]:
+        return [graphs[0].report().calls, block.calls, graphs[1].report().calls]
+
+    for place in order:
+        with pytest.raises(ConfigError, match="already") if 1 in standing else nullcontext():
+            recompute(model, "block", blocks=[block]).remove()
+        standing.pop(place).remove()
+        before = counts()
+        loss = step(model, x)
+        loss.backward()
+        assert torch.equal(loss, expected)
+        again = 1 + (1 in standing)
+        # a plan makes again what it stands on, and not what stands on it
+        assert [now - then for now, then in zip(counts(), before, strict=True)] == [
+            again * (0 in standing),
+            again,
+            2 in standing,
+        ]
+    assert "forward" not in block.__dict__
+
+
+def test_a_copy_keeps_the_plan_under_graphs_that_it_loses(model: Model) -> None:
+    block = model.blocks[0]
+    plan = recompute(model, "block")
+    graph = AdaptiveGraph(block, device="cpu", recorder=Tape)
+    with graph.installed():
+        other = copy.deepcopy(model)
+        step(other, batch(4)).backward()
+        assert graph.report().calls == 0
+        assert [each.calls for each in other.blocks] == [2] * 6  # type: ignore[comparison-overlap]
+        with pytest.raises(ConfigError, match=r"blocks.0 is made again already"):
+            recompute(other, "block", blocks=[other.blocks[0]])
+    plan.remove()

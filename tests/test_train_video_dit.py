@@ -305,7 +305,7 @@ def test_a_budget_of_memory_is_planned_behind_the_first_step(
     with trainer.loader:
         trainer.run()
     out = capsys.readouterr().out
-    assert "2 blocks: 2 none; about 0.0" in out
+    assert "2 blocks: 2 none; about 2." in out
     assert out.index("2 blocks") < out.index("step 1:")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -16,45 +16,60 @@ def forward_of(module: torch.nn.Module) -> Forward:
     return partial(_call, module, module.__dict__.get("forward"))
 
 
-def _call(module: torch.nn.Module, own: Forward | None, *args: Any, **kwargs: Any) -> Any:
+def _call(module: torch.nn.Module, own: Forward | None, /, *args: Any, **kwargs: Any) -> Any:
     return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
 
 
 class Replaced:
-    """Another ``forward`` of one module, until :meth:`undo`."""
+    """Another ``forward`` of one module, until :meth:`undo`. It goes along into copies of the module and files.
 
-    def __init__(self, module: torch.nn.Module, forward: Forward) -> None:
-        self._module, self._forward = module, forward
-        self._before = module.__dict__.get("forward")
-        module.forward = forward  # type: ignore[method-assign]
-
-    def undo(self) -> None:
-        """Puts back what was there; nothing where somebody has put another one in its place since. May be called again."""
-        if self._module.__dict__.get("forward") is not self._forward:
-            return
-        if self._before is None:
-            del self._module.forward
-        else:
-            self._module.forward = self._before  # type: ignore[method-assign]
-
-
-class Standing:
-    """What stands in the place of a module's ``forward``, and does not go along into copies of the module or files: those have
-    their own ``forward`` again.
+    Several may stand on one another, and be undone in any order: each calls the one below it, which lets calls pass once it is
+    undone.
 
     Args:
-        own: the module's own, as :func:`forward_of` gives it.
         call: what is called instead.
+
+    Attributes:
+        undone: calls pass to what was there before.
     """
 
-    def __init__(self, own: Forward, call: Forward) -> None:
-        self._own, self._call = own, call
+    def __init__(self, module: torch.nn.Module, call: Forward) -> None:
+        self._module, self._call, self._own = module, call, forward_of(module)
+        self._before = module.__dict__.get("forward")
+        self.undone = False
+        module.forward = self  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
+    def undo(self) -> None:
+        """Puts back what was there, as soon as nothing stands on it any more. May be called again."""
+        self._call, self.undone = self._own, True
+        top = self._module.__dict__.get("forward")
+        if not isinstance(top, Replaced):  # somebody else's, who calls this one
+            return
+        while isinstance(top, Replaced) and top.undone:
+            top = top._before
+        if top is None:
+            del self._module.forward
+        else:
+            self._module.forward = top
+
+
+class Standing(Replaced):
+    """One that does not go along into copies of the module or files: those have what was there before."""
+
     def __reduce__(self) -> Any:
-        return _itself, (self._own,)
+        return _itself, (self._own if self._before is None else self._before,)
+
+
+def replaced(module: torch.nn.Module) -> Iterator[Replaced]:
+    """What stands in the place of a module's ``forward``, from the outermost down to the first that is somebody else's."""
+    found = module.__dict__.get("forward")
+    while isinstance(found, Replaced):
+        if not found.undone:
+            yield found
+        found = found._before
 
 
 def _itself(own: Forward) -> Forward:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, cast, get_args
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from gpupipe.config.ranges import gigabytes
 from gpupipe.errors import ConfigError, DeviceMemoryError
 from gpupipe.train.arguments import a_budget, a_function, a_model, several, shown
-from gpupipe.train.forwards import Replaced, forward_of
+from gpupipe.train.forwards import Replaced, forward_of, replaced
 
 Policy = Literal["none", "elementwise", "block"]
 _NO_BACKWARD = "have step do a forward and return its loss, without backward"
@@ -43,12 +43,14 @@ _HEAVY = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What a block keeps for its backward, and how long both take."""
+    """What a call of a block keeps for its backward, and how long both take."""
 
     kept_bytes: int
     seconds: float
     passing_bytes: int = 0
     """What it takes beyond that at its own peak, in the backward as a rule; 0 where nobody counts."""
+    calls: int = 1
+    """Of a block in a step, each of which keeps so much."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,10 @@ class Choice:
     policy: Policy
     costs: dict[Policy, Cost]
     """Of each policy, where they were measured."""
+
+
+class _MadeAgain(Replaced):
+    """A block's ``forward`` under a policy."""
 
 
 class Recompute:
@@ -73,13 +79,13 @@ class Recompute:
         self.choices = tuple(choices)
         self.peak_bytes = peak_bytes
         self._replaced = [
-            Replaced(blocks[choice.name], partial(_again, forward_of(blocks[choice.name]), choice.policy, _Draws()))
+            _MadeAgain(blocks[choice.name], partial(_again, forward_of(blocks[choice.name]), choice.policy, _Draws()))
             for choice in choices
             if choice.policy != "none"
         ]
 
     def remove(self) -> None:
-        """Gives all blocks their own ``forward`` back; may be called again."""
+        """Gives all blocks their own ``forward`` back, and leaves what else stands in its place; may be called again."""
         for each in self._replaced:
             each.undo()
 
@@ -93,7 +99,7 @@ class Recompute:
         counts = {policy: sum(choice.policy == policy for choice in self.choices) for policy in get_args(Policy)}
         text = ", ".join(f"{count} {policy}" for policy, count in counts.items() if count)
         if self.peak_bytes is not None:
-            text += f"; about {self.peak_bytes / 1e9:.2f} GB at the peak"
+            text += f"; about {_amounts(self.peak_bytes)[0]} at the peak"
         return f"{len(self.choices)} blocks: {text}"
 
 
@@ -115,11 +121,11 @@ def recompute(
         blocks: default the modules of the model's lists of like ones (``torch.nn.ModuleList``), the outermost.
 
     Raises:
-        ConfigError: for arguments of the wrong kind, an unknown policy, a budget without ``step``, a step with a backward, or a
-            model without blocks.
+        ConfigError: for arguments of the wrong kind, an unknown policy, a budget without ``step``, a step with a backward, a
+            model without blocks, blocks of another model, or such as are made again already.
         DeviceMemoryError: when the budget is too small even with every block made again.
     """
-    named = _named(a_model(model), None if blocks is None else _modules(blocks))
+    named = _named(a_model(model), None if blocks is None else _modules(model, blocks))
     if policy in get_args(Policy):
         return Recompute(named, [Choice(name, cast(Policy, policy), {}) for name in named], None)
     if isinstance(policy, str) and isinstance(gigabytes(policy), str):
@@ -136,9 +142,16 @@ def recompute(
     return _planned(model, named, budget, step)
 
 
-def _modules(blocks: Any) -> list[torch.nn.Module]:
-    found = several(blocks, "blocks", "a list of the modules that repeat")
-    return [a_model(block, "one of blocks") for block in found]
+def _modules(model: torch.nn.Module, blocks: Any) -> list[torch.nn.Module]:
+    found = [a_model(block, "one of blocks") for block in several(blocks, "blocks", "a list of the modules that repeat")]
+    inside = {id(module) for module in model.modules()}
+    for place, block in enumerate(found):
+        if id(block) not in inside:
+            raise ConfigError(
+                f"blocks[{place}], a {type(block).__name__}, is no module of the {type(model).__name__}",
+                fix="name modules of the model itself, not of a copy or of another one",
+            )
+    return found
 
 
 def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> dict[str, torch.nn.Module]:
@@ -152,10 +165,15 @@ def _named(model: torch.nn.Module, blocks: Sequence[torch.nn.Module] | None) -> 
             if id(module) in chosen:
                 found[name] = module
         elif isinstance(module, torch.nn.ModuleList) and len(module) > 1 and len({type(child) for child in module}) == 1:
-            found |= {f"{name}.{number}" if name else str(number): child for number, child in enumerate(module)}
+            known = {id(block) for block in found.values()}
+            found |= {
+                f"{name}.{number}" if name else number: child
+                for number, child in module.named_children()
+                if id(child) not in known
+            }
     for name, block in found.items():
-        if getattr(block.__dict__.get("forward"), "func", None) is _again:
-            raise ConfigError(f"{name} is made again already", fix="remove() the plan that says so first")
+        if any(isinstance(each, _MadeAgain) for each in replaced(block)):
+            raise ConfigError(f"{name or 'the model'} is made again already", fix="remove() the plan that says so first")
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no list of like modules", fix="name them: blocks=[…], the modules that repeat"
@@ -170,13 +188,14 @@ class _Draws:
     known: bool | None = None
 
 
-def _again(forward: Callable[..., Any], policy: Policy, draws: _Draws, *args: Any, **kwargs: Any) -> Any:
+def _again(forward: Callable[..., Any], policy: Policy, draws: _Draws, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     contexts: dict[str, Any] = {}
     if policy == "elementwise":
         contexts["context_fn"] = partial(create_selective_checkpoint_contexts, _keeps)
-    run = partial(checkpoint, forward, *args, use_reentrant=False, **contexts, **kwargs)
+    bound = partial(forward, **kwargs)  # some have the names of checkpoint's own
+    run = partial(checkpoint, bound, *args, use_reentrant=False, **contexts)
     if torch.compiler.is_compiling() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return run()
     if torch.cuda.is_current_stream_capturing():  # where a generator's state cannot be read
@@ -208,7 +227,7 @@ def _planned(
     base = _base_bytes(model)  # now: what is called below is held till it has been measured
     calls, kept_in_all = _observed(blocks, step)
     costs = _measured(blocks, calls)
-    rest = max(0, kept_in_all - sum(cost["none"].kept_bytes for cost in costs.values()))
+    rest = max(0, kept_in_all - sum(_in_all(cost["none"]) for cost in costs.values()))
     policies: dict[str, Policy] = dict.fromkeys(costs, "none")
 
     def peak() -> int:
@@ -216,7 +235,7 @@ def _planned(
         chosen = [costs[name][policy] for name, policy in policies.items()]
         again = [costs[name]["none"].kept_bytes for name, policy in policies.items() if policy != "none"]
         passing = max([each.passing_bytes for each in chosen] + again, default=0)
-        return base + rest + sum(each.kept_bytes for each in chosen) + passing
+        return base + rest + sum(map(_in_all, chosen)) + passing
 
     while peak() > budget:
         moves = [
@@ -226,14 +245,29 @@ def _planned(
             if cost.kept_bytes < each[policies[name]].kept_bytes
         ]
         if not moves:
+            given, taken = _amounts(budget, peak())
             raise DeviceMemoryError(
-                f"{budget / 1e9:.2f} GB is too small a budget: with all blocks made again a step takes {peak() / 1e9:.2f} GB",
+                f"{given} is too small a budget: with all blocks made again a step takes {taken}",
                 fix="use a smaller batch, a larger budget, or smaller blocks",
             )
         _, name, policy = min(moves, key=lambda move: move[0])
         policies[name] = policy
     choices = [Choice(name, policies.get(name, "none"), costs.get(name, {})) for name in blocks]
     return Recompute(blocks, choices, peak())
+
+
+def _in_all(cost: Cost) -> int:
+    """What all calls of a block keep."""
+    return cost.calls * cost.kept_bytes
+
+
+def _amounts(*sizes: int) -> list[str]:
+    """Bytes as a message tells them, unlike ones by unlike figures."""
+    for digits in range(2, 10):
+        told = [f"{size / 1e9:.{digits}f} GB" if size >= 1e9 else f"{size / 1e6:.{digits}f} MB" for size in sizes]
+        if len(set(told)) == len(set(sizes)):
+            break
+    return told
 
 
 def _price(now: Cost, then: Cost) -> float:
@@ -258,6 +292,8 @@ class _Call:
     kwargs: dict[str, Any]
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     """Of each kind of device: its type, and whether it holds."""
+    times: int = 0
+    """How often it came."""
 
     @contextmanager
     def autocast(self) -> Iterator[None]:
@@ -273,13 +309,14 @@ def _autocasts() -> tuple[tuple[str, torch.dtype, bool], ...]:
 
 
 def _observed(blocks: dict[str, torch.nn.Module], step: Callable[[], torch.Tensor]) -> tuple[dict[str, _Call], int]:
-    """(what each block was called with, in a forward; bytes that this forward kept)."""
+    """(what each block was called with first, in a forward, and how often; bytes that this forward kept)."""
     calls: dict[str, _Call] = {}
 
     def keep(name: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in calls:
             # not the graph that they are the ends of
             calls[name] = _Call(tree_map(_own, args), tree_map(_own, kwargs), _autocasts())
+        calls[name].times += 1
 
     hooks = [block.register_forward_pre_hook(partial(keep, name), with_kwargs=True) for name, block in blocks.items()]
     try:
@@ -309,7 +346,7 @@ def _measured(blocks: dict[str, torch.nn.Module], calls: dict[str, _Call]) -> di
         kind = (type(block), tuple(tuple(each.shape) for each in block.parameters()), shapes, call.autocasts)
         if kind not in known:
             known[kind] = {policy: _cost(block, call, policy) for policy in get_args(Policy)}
-        costs[name] = known[kind]
+        costs[name] = {policy: replace(cost, calls=call.times) for policy, cost in known[kind].items()}
     return costs
 
 

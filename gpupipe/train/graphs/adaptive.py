@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import linecache
+import math
 import os
 import traceback
 from collections import Counter
@@ -20,7 +21,7 @@ from gpupipe.device.inventory import resolve_device
 from gpupipe.errors import ConfigError, GraphError
 from gpupipe.telemetry import log
 from gpupipe.train.arguments import a_device, a_function, several, whole
-from gpupipe.train.forwards import Replaced, Standing, forward_of
+from gpupipe.train.forwards import Standing, forward_of
 from gpupipe.train.graphs.gradients import Gradients, check_optimizer
 from gpupipe.train.graphs.graphed import Graphed, Pending
 from gpupipe.train.graphs.pace import LOOK_AGAIN, LOOKS, Clock, DeviceClock, Pace, shown
@@ -260,7 +261,7 @@ class AdaptiveGraph:
         """Whether this call is a part of something else that is being captured."""
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _in_segments(self, late: bool, *args: Any, **kwargs: Any) -> Any:
+    def _in_segments(self, late: bool, /, *args: Any, **kwargs: Any) -> Any:
         """A call in parts; a hit when each of them was replayed."""
         assert self._cut is not None
         function, parts = self._cut
@@ -399,10 +400,12 @@ class AdaptiveGraph:
         """For a ``with`` block: the module itself is called by graphs, under its own name, hooks and wrappers included.
 
         Raises:
-            ConfigError: when the target is no module.
+            ConfigError: when the target is no module, or has these graphs installed already.
         """
         if self._module is None:
             raise ConfigError("only a module can have graphs installed", fix="call the AdaptiveGraph in the place of the step")
+        if self._function is not self.target:
+            raise ConfigError("these graphs are installed already", fix="call installed() once, or remove() them first")
         return Installed(self, self._module)
 
 
@@ -421,11 +424,13 @@ class Installed:
 
     def __init__(self, graph: AdaptiveGraph, module: torch.nn.Module) -> None:
         self.graph = graph
-        graph._function = own = forward_of(module)
-        self._replaced = Replaced(module, Standing(own, graph))
+        graph._function = forward_of(module)
+        self._replaced = Standing(module, graph)
 
     def remove(self) -> None:
-        """Gives the module its own ``forward`` back; may be called again."""
+        """Gives the module its own ``forward`` back, and leaves what else stands in its place; may be called again."""
+        if self._replaced.undone:
+            return
         self._replaced.undo()
         self.graph._function = self.graph.target
 
@@ -454,9 +459,11 @@ def _from_environment(names: Sequence[str], default: float, *, lowest: float) ->
             try:
                 value = float(text)
             except ValueError:
-                value = lowest - 1
-            if value < lowest:
-                raise ConfigError(f"{name}={text!r} is no number from {lowest:g} on", fix=f"unset {name}, or give it one")
+                value = math.nan
+            if not lowest <= value < math.inf:
+                raise ConfigError(
+                    f"{name}={text!r} is no finite number from {lowest:g} on", fix=f"unset {name}, or give it one"
+                )
             return value
     return default
 

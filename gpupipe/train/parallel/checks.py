@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpupipe.errors import ConfigError
 from gpupipe.ops.sharded import is_sharded
-from gpupipe.train.forwards import Standing
+from gpupipe.train.forwards import Standing, replaced
 from gpupipe.train.loading import taken_by
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -30,7 +30,7 @@ def untouched(model: nn.Module) -> None:
                 "the model is in DistributedDataParallel, which does not take DTensors",
                 fix="split the model itself; for other batches use fully_shard, or master_weights with Precision(…, group=…)",
             )
-        if isinstance(module.__dict__.get("forward"), Standing):
+        if any(isinstance(each, Standing) for each in replaced(module)):
             raise ConfigError(f"{name or 'the model'} has graphs installed", fix="call tensor_parallel before AdaptiveGraph")
     for name, value in model.named_parameters():
         by = taken_by(value)
