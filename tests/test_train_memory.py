@@ -23,6 +23,7 @@ from gpupipe.train.memory import pool as pool_room
 from gpupipe.train.memory import report as report_room
 from gpupipe.train.memory.pool import CudaAllocator, set_aside
 from gpupipe.train.memory.report import report_of
+from gpupipe.train.memory.tensors import python_tensors
 
 GB, MIB = 10**9, 2**20
 CUDA = torch.device("cuda", 0)
@@ -239,3 +240,13 @@ def test_a_container_s_bound_is_what_there_is(
         file.write_text(limit)
     monkeypatch.setattr(usage_room, "_CGROUP_LIMIT", file)
     assert usage(torch.device("cpu")).total == (total or psutil.virtual_memory().total)
+
+
+def test_a_view_of_which_torch_will_not_say_where_it_is_from_is_counted_all_the_same() -> None:
+    base = torch.zeros(1000, requires_grad=True).clone()
+    with torch.no_grad():
+        view = base[:500]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="created in no_grad mode"):
+        _ = view.is_leaf
+    assert any(one is view for one in python_tensors(torch.device("cpu")))

@@ -56,10 +56,17 @@ def python_tensors(device: torch.device) -> Iterator[torch.Tensor]:
             continue
         if not _is_plain(each):
             continue
-        for tensor in (each, each.grad if each.is_leaf else None):
+        for tensor in (each, _gradient(each)):
             if tensor is not None and id(tensor) not in seen and _is_plain(tensor) and tensor.device == device:
                 seen.add(id(tensor))
                 yield tensor
+
+
+def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
+    try:
+        return tensor.grad if tensor.is_leaf else None
+    except RuntimeError:  # of a view from under no_grad whose base was changed since, torch will not say where it is from
+        return None
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
