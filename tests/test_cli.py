@@ -178,6 +178,24 @@ def test_bench_tells_of_a_run_too_short_for_a_rate(run, folder: Path) -> None:  
     assert "--warmup leaves out" in shown
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["--stride", "3"], "4 frames, stride 3, 32x32"),
+        (["--config", "fps.yaml"], "4 frames, 5 frames a second, 32x32"),
+        (["--sampling", "uniform"], "4 frames, over the whole video, 32x32"),
+    ],
+)
+def test_bench_shows_what_is_measured(  # type: ignore[no-untyped-def]
+    run, folder: Path, options: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fps.yaml").write_text("clip: {fps: 5}\n")
+    lines = [line.split("  ", 1) for line in run("bench", folder, "--clips", "4", *SMALL, *options).out.splitlines()]
+    facts = {line[0]: line[-1].strip() for line in lines}
+    assert [facts[name] for name in ("clip", "batch", "device")] == [shown, "2 clips", "cpu"]
+
+
 def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plot, file = tmp_path / "plot.png", tmp_path / "report.json"
     result = run("bench", folder, "--clips", "10", *SMALL, "--json", "--plot", plot, "--report", file)
