@@ -14,6 +14,7 @@ import pytest
 from gpupipe.config import LoaderConfig, SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.source import class_names, collect, column_kinds, label_names, number_labels, start_frame
+from gpupipe.data.source.columns import text_of
 from gpupipe.data.source.listing import list_videos
 from gpupipe.errors import ConfigError, OpenError, SourceError
 from gpupipe.types import Entry
@@ -270,6 +271,49 @@ def test_a_column_that_cannot_travel_is_named(columns: list[dict[str, Any]], ask
     with pytest.raises(SourceError) as caught:
         column_kinds(entries, asked)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["a", None],
+        ["a", 1, 2.5],
+        ["a", float("nan")],
+        ["a", {"b": 1}],
+        [["a"], []],
+        [["a"], "b"],
+        [["a"], 1],
+        [["a"], ["b", None]],
+    ],
+)
+def test_a_column_of_text_is_one_in_any_order_of_its_rows(values: list[Any]) -> None:
+    for each in (values, values[::-1]):
+        assert column_kinds([Entry("x.mp4", {"c": value}) for value in each], ["c"]) == {"c": "text"}
+        with pytest.raises(SourceError, match=r"y\.mp4 has no value in column 'c'"):
+            column_kinds([Entry("y.mp4"), *(Entry("x.mp4", {"c": value}) for value in each)], ["c"])
+    assert [text_of(None), text_of(float("nan")), text_of("nan"), text_of(2)] == ["", "", "nan", "2"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_text_beside_arrays_is_named_in_any_order_of_the_rows(order: int) -> None:
+    for text in ("a", ["a"]):
+        rows = [Entry("a.mp4", {"c": text}), Entry("b.mp4", {"c": [1, 2]})][::order]
+        with pytest.raises(SourceError, match=r"a\.mp4 has .* in column 'c', other rows have numbers"):
+            column_kinds(rows, ["c"])
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), ""])
+def test_a_name_that_is_missing_is_the_fault_of_its_row(missing: Any) -> None:
+    with pytest.raises(SourceError, match=rf"b\.mp4 has {missing!r}"):
+        column_kinds([Entry("a.mp4", {"label": "cat"}), Entry("b.mp4", {"label": missing})], [])
+
+
+def test_labels_that_are_all_missing_are_told_as_such(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.jsonl", '{"path": "a.mp4", "label": null}', '{"path": "b.mp4", "label": null}')
+    with pytest.raises(
+        SourceError, match=r"no row has a label, .*: that of .*a\.mp4 \(.*line 1\) is empty\n.*or leave the column"
+    ):
+        list_videos(path, LoaderConfig())
 
 
 def test_start_frames_are_whole_numbers_or_absent() -> None:
