@@ -206,6 +206,26 @@ def test_spaces_around_the_names_of_columns_do_not_count(tmp_path: Path) -> None
     assert entries == [Entry(str(tmp_path / "a.mp4"), {"label": 3})]
 
 
+def test_blanks_behind_the_commas_are_no_part_of_the_cells(tmp_path: Path) -> None:
+    lines = ['"a, b.mp4", cat , "one,  ""two""",  three', f"{tmp_path}/abs.mp4 ,cat, , 2"]
+    entries = collect(table(tmp_path / "t.csv", 'path, label, "note", "a, b"', *lines), CONFIG)
+    assert entries == [
+        Entry(str(tmp_path / "a, b.mp4"), {"label": "cat", "note": 'one,  "two"', "a, b": "three"}),
+        Entry(str(tmp_path / "abs.mp4"), {"label": "cat", "note": "", "a, b": "2"}),
+    ]
+    with pytest.raises(SourceError, match=r"t\.csv line 3 has not as many cells"):
+        collect(table(tmp_path / "t.csv", "path, label", "a.mp4, 1", "b.mp4"), CONFIG)
+
+
+def test_a_header_without_blanks_leaves_those_of_text_alone(tmp_path: Path) -> None:
+    config = SourceConfig(label_column="kind", npy_columns=("array",))
+    path = table(tmp_path / "t.csv", "path,kind,array,caption", ' a.mp4, cat,\tx.npy, "so" he said ', "b.mp4,cat ,y.npy,z")
+    assert collect(path, config) == [
+        Entry(str(tmp_path / "a.mp4"), {"label": "cat", "array": str(tmp_path / "x.npy"), "caption": ' "so" he said '}),
+        Entry(str(tmp_path / "b.mp4"), {"label": "cat", "array": str(tmp_path / "y.npy"), "caption": "z"}),
+    ]
+
+
 def test_numpys_numbers_are_numbers() -> None:
     rows = [{"label": np.int64(3), "share": np.float32(0.5), "good": np.bool_(True)}]
     kinds = column_kinds([Entry("a.mp4", row) for row in rows], ["share", "good"])
