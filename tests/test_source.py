@@ -478,6 +478,49 @@ def test_names_of_classes_are_numbered_in_their_order(tmp_path: Path) -> None:
         number_labels(entries, ("run",))
 
 
+@pytest.mark.parametrize(
+    ("labels", "classes", "places"),
+    [
+        (["10", "2", "10"], ["2", "10"], [1, 0, 1]),
+        (["007", "2.5"], ["2.5", "007"], [1, 0]),
+        (["1", "1"], ["cat", "1"], [1, 1]),
+        (["1", "cat"], ["cat", "1"], [1, 0]),
+        (["1", "0"], ["cat", "dog"], [1, 0]),
+    ],
+)
+def test_classes_that_are_given_are_used_where_labels_are_numbers(
+    labels: list[str], classes: list[str], places: list[int], tmp_path: Path
+) -> None:
+    path = table(tmp_path / "t.csv", "path,label", *(f"{k}.mp4,{label}" for k, label in enumerate(labels)))
+    listing = list_videos(path, LoaderConfig(source={"classes": classes}))
+    assert ([entry.columns["label"] for entry in listing.entries], listing.classes) == (places, tuple(classes))
+    rows = [{"path": f"{k}.mp4", "label": label} for k, label in enumerate(labels)]
+    if not {"cat", "dog"} <= set(classes):
+        listing = list_videos(rows, LoaderConfig(source={"classes": classes}))
+        assert [entry.columns["label"] for entry in listing.entries] == places, "as text, too"
+
+
+@pytest.mark.parametrize(("label", "classes"), [(3, ["2", "10"]), (0, ["2", "10"]), (2, ["cat", "dog"]), (-1, ["cat", "dog"])])
+def test_a_number_that_is_no_class_is_named(label: int, classes: list[str]) -> None:
+    with pytest.raises(SourceError, match=rf"a\.mp4 has the label {label}, which source\.classes does not name"):
+        list_videos([{"path": "a.mp4", "label": label}], LoaderConfig(source={"classes": classes}))
+
+
+def test_folders_that_are_called_by_numbers_are_numbered_once() -> None:
+    listing = list_videos(["10/a.mp4", "2/b.mp4"], LoaderConfig(source={"label_from": "folder", "classes": ["2", "10"]}))
+    assert [entry.columns["label"] for entry in listing.entries] == [1, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_label_of_many_digits_is_shown_by_its_beginning(rows: int, digits: int, tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", "path,label", *["a.mp4,1", "b.mp4," + "98" * (digits // 2)][-rows:])
+    for classes in ([], ["cat", "1"]):
+        with pytest.raises(SourceError, match=r"b\.mp4 \(.*t\.csv line \d\) has .*989898") as caught:
+            list_videos(path, LoaderConfig(source={"classes": classes}))
+        assert len(str(caught.value)) < 500
+
+
 @pytest.mark.parametrize("labels", [["1", "cat"], ["", "cat"], [1, "cat"], [1, 2], [None, "cat"]])
 def test_labels_that_are_not_all_names_are_not_numbered(labels: list[Any]) -> None:
     assert label_names([Entry("a.mp4", {"label": label}) for label in labels], CONFIG) == ()
