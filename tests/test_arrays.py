@@ -59,7 +59,7 @@ def test_lists_of_text_stay_text() -> None:
         ([[1, 2], [1, 2, 3]], "b.mp4 has an array of shape (3,) in column 'v', rows before it have (2,)"),
         ([[1, 2], 3], "b.mp4 has an array of shape () in column 'v'"),
         ([3, [1, 2]], "b.mp4 has an array of shape (2,) in column 'v', rows before it have ()"),
-        ([[1, 2], ["a", "b"]], "b.mp4 has ['a', 'b'] in column 'v', rows before it have numbers"),
+        ([[1, 2], ["a", "b"]], "b.mp4 has ['a', 'b'] in column 'v', other rows have numbers"),
         ([[1, 2], [[1], [2, 3]]], "b.mp4 has in column 'v' what makes no array"),
         ([[1, None], [1, 2]], "a.mp4 has an array in column 'v' of what are no real numbers of 64 bits (object)"),
         ([[1j], [2]], "no real numbers of 64 bits (complex128)"),

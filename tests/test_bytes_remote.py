@@ -26,7 +26,7 @@ from gpupipe.config import ClipConfig, SourceConfig
 from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity, blocks, open_file, remote, settings
 from gpupipe.data.bytes import store as far
-from gpupipe.data.bytes.name import join
+from gpupipe.data.bytes.name import join, plain
 from gpupipe.data.bytes.remote import RemoteFile
 from gpupipe.data.decode import DecodeProcess
 from gpupipe.data.decode.cpu import decode
@@ -145,6 +145,18 @@ def test_stores_without_coroutines_serve_as_well(clips: dict[str, Path]) -> None
         memory.rm("/v", recursive=True)
     with VideoReader(f"file://{clips['h264']}", device="cpu") as ours:
         assert ours.info.path == str(clips["h264"]), "a file:// URL is the path that it names"
+
+
+@pytest.mark.parametrize("name", ["a b#%20.mp4", "ä?.mp4", os.fsdecode(b"\xff.mp4")])
+def test_a_file_url_is_read_as_pathlib_writes_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.touch()
+    for url in (path.as_uri(), path.as_uri().replace("file:///", "FILE://localhost/")):
+        assert [plain(url), join("/set", url), Identity.of(url).path] == [str(path)] * 3
+        for videos in (url, [url], [{"path": url}]):
+            assert [entry.path for entry in collect(videos, CONFIG)] == [str(path)]
+    shard = (tmp_path / "a b.tar").as_uri()
+    assert plain(f"{shard}::c%20d.mp4") == f"{tmp_path}/a b.tar::c%20d.mp4", "a member's name is no part of the URL"
 
 
 def test_paths_of_a_table_may_be_urls(tmp_path: Path) -> None:

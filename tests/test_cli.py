@@ -178,6 +178,24 @@ def test_bench_tells_of_a_run_too_short_for_a_rate(run, folder: Path) -> None:  
     assert "--warmup leaves out" in shown
 
 
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        (["--stride", "3"], "4 frames, stride 3, 32x32"),
+        (["--config", "fps.yaml"], "4 frames, 5 frames a second, 32x32"),
+        (["--sampling", "uniform"], "4 frames, over the whole video, 32x32"),
+    ],
+)
+def test_bench_shows_what_is_measured(  # type: ignore[no-untyped-def]
+    run, folder: Path, options: list[str], shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fps.yaml").write_text("clip: {fps: 5}\n")
+    lines = [line.split("  ", 1) for line in run("bench", folder, "--clips", "4", *SMALL, *options).out.splitlines()]
+    facts = {line[0]: line[-1].strip() for line in lines}
+    assert [facts[name] for name in ("clip", "batch", "device")] == [shown, "2 clips", "cpu"]
+
+
 def test_bench_measures_and_leaves_its_files(run, folder: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     plot, file = tmp_path / "plot.png", tmp_path / "report.json"
     result = run("bench", folder, "--clips", "10", *SMALL, "--json", "--plot", plot, "--report", file)
@@ -363,8 +381,27 @@ def test_index_makes_what_is_missing_and_names_what_is_bad(clips: dict[str, Path
     assert list(report["bad_files"]) == [str(tmp_path / "bad.mp4")]
     assert "cannot be opened as a video" in report["bad_files"][str(tmp_path / "bad.mp4")]
     assert len(list(fresh_cache.rglob("*.gpx"))) == 3
+    assert (report["made"], report["there_already"]) == (3, 0)
+    shutil.copy(clips["h264"], tmp_path / "new.mp4")
     again = index(IndexConfig(videos=(str(tmp_path),)))
-    assert again["videos"] == 3
+    assert [again[name] for name in ("videos", "made", "there_already")] == [4, 1, 3]
+
+
+def test_index_names_all_that_cannot_be_used_and_indexes_the_rest(folder: Path, run: Any, fresh_cache: Path) -> None:
+    (folder / "bad.mp4").write_bytes(b"no video")
+    (folder / "bad.csv").write_text("file\na.mp4\n")
+    given = [folder / "nope.mp4", folder / "bad.csv", folder / "*.avi", folder / "bad.mp4", folder / "a.mp4"]
+    found = run("index", *given)
+    assert found.code == 1
+    lines = found.out.splitlines()
+    assert "indices  1 made, 0 there already" in lines
+    assert "4 cannot be used:" in lines
+    for path in given[:4]:
+        at = next(number for number, line in enumerate(lines) if line.startswith(f"  {path}: [TT_ERR_"))
+        assert lines[at + 1].startswith("    What to do: ")
+    found = run("index", folder / "a.mp4")
+    assert (found.code, "not kept" in found.out) == (0, False)
+    assert "0 made, 1 there already" in found.out
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]])

@@ -15,9 +15,11 @@ import pytest
 import torch
 
 from gpupipe import VideoLoader, VideoReader
-from gpupipe.config import SourceConfig
+from gpupipe.config import LoaderConfig, SourceConfig
 from gpupipe.data.bytes import held, open_file
 from gpupipe.data.source import collect
+from gpupipe.data.source.columns import text_of
+from gpupipe.data.source.listing import list_videos
 from gpupipe.errors import OpenError, SourceError
 
 SMALL: dict[str, Any] = {"clip": {"frames": 2}, "transform": {"size": 16}, "batch": 2, "device": "cpu", "shuffle": False}
@@ -121,6 +123,19 @@ def test_a_data_frame_gives_its_rows(paths: list[str]) -> None:
     assert (batch.paths, batch["label"].tolist(), batch["score"].tolist()) == (paths[:2], [4, 5], [0.5, 1.0])
     with pytest.raises(SourceError, match=r"DataFrame row 0 has no 'path'.*; its columns are file"):
         collect(pandas.DataFrame({"file": ["a.mp4"]}), CONFIG)
+
+
+def test_what_a_data_frame_lacks_is_missing_whatever_its_mark() -> None:
+    pandas = pytest.importorskip("pandas")
+    for mark, kind in ((None, "object"), (float("nan"), "object"), (pandas.NA, "string"), (None, "str")):
+        text = pandas.Series(["cat", mark], dtype=kind)
+        frame = pandas.DataFrame({"path": ["a.mp4", "b.mp4"], "note": text, "start_frame": pandas.array([1, None], "Int64")})
+        listing = list_videos(frame, LoaderConfig(columns="note"))
+        assert (listing.kinds, [text_of(entry.columns["note"]) for entry in listing.entries]) == ({"note": "text"}, ["cat", ""])
+        with pytest.raises(SourceError, match=r"b\.mp4 \(DataFrame row 1\) has (None|nan)\n"):
+            list_videos(frame.rename(columns={"note": "label"}), LoaderConfig())
+        with pytest.raises(SourceError, match=r"b\.mp4 \(DataFrame row 1\) has no value in column 'start_frame'"):
+            list_videos(frame, LoaderConfig(columns="start_frame"))
 
 
 # bytes

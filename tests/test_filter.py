@@ -116,10 +116,10 @@ def test_ranks_begin_at_different_videos(folder: Path, monkeypatch: pytest.Monke
     entries = [Entry(str(path)) for path in sorted(folder.iterdir())]
     begun = []
 
-    def watched(paths: list[str], processes: int) -> Any:
+    def watched(paths: list[str], processes: int, made: set[str] | None) -> Any:
         begun.append(Path(paths[0]).stem)
         assert len(paths) == 3
-        return original(paths, processes)
+        return original(paths, processes, made)
 
     original = fill.fill
     monkeypatch.setattr(fill, "fill", watched)

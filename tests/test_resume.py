@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from gpupipe import Batch, VideoLoader
 from gpupipe.config import LoaderConfig
+from gpupipe.data.bytes import Identity
 from gpupipe.data.group import Fixed, Position
 from gpupipe.data.order import Order
 from gpupipe.data.state import digest
-from gpupipe.errors import ConfigError
+from gpupipe.errors import ConfigError, OpenError
 from gpupipe.types import ClipRequest
 
 SMALL: dict[str, Any] = {
@@ -267,6 +268,16 @@ def test_the_digest_knows_order_and_names_but_not_where_the_folder_lies() -> Non
     different = [["/a/x/1.mp4", "/a/y/2.mp4"], ["/a/y/2.mp4", "/a/x/1.mp4"], ["/a/x/1.mp4", "/a/y/3.mp4"], ["/a/x/1.mp4"]]
     assert len({digest(paths) for paths in different}) == 4
     assert digest(["1.mp4", "/a/1.mp4"]) != digest(["/a/1.mp4", "1.mp4"])
+
+
+def test_a_path_that_no_file_system_can_have_is_named_by_its_open(videos: list[str], tmp_path: Path) -> None:
+    """Half of a surrogate pair, as JSON can write it, has no UTF-8."""
+    rows = [{"path": videos[0], "label": "\ud801"}, {"path": "\ud800.mp4", "label": "b"}]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with VideoLoader(tmp_path / "t.jsonl", **SMALL) as loader:
+        loader.load_state_dict(saved(loader))
+        with pytest.raises(OpenError, match=r"cannot open .*\ud800\.mp4"):
+            Identity.of(loader.dataset.paths[1])
 
 
 def test_bad_files_are_part_of_the_state(videos: list[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,18 @@ def test_a_path_that_leads_out_is_refused_with_its_row(tree: Path, path: str) ->
         rooted(tree, table)
 
 
-@pytest.mark.parametrize("url", ["https://host/a.mp4", "file:///etc/passwd"])
+@pytest.mark.parametrize("path", ["\ud800.mp4", "\ud800/a.mp4"])
+def test_a_path_that_no_file_system_can_have_is_refused_with_its_row(tree: Path, path: str) -> None:
+    (tree / "in" / "t.jsonl").write_text(json.dumps({"path": path}))
+    with pytest.raises(SourceError, match=r"t\.jsonl line 1\).* does not lie inside source\.root="):
+        rooted(tree, tree / "in" / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["https://host/a.mp4", "file:///etc/passwd", "file://localhost/etc/passwd", "file:///x/%2e%2e/etc/passwd",
+     "file://held%3A//x", "file://https%3A//host/a.mp4"],
+)  # fmt: skip
 def test_a_url_is_no_path_inside(tree: Path, url: str) -> None:
     with pytest.raises(SourceError, match=r"does not lie inside source\.root="):
         rooted(tree, [{"path": url}])

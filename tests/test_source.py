@@ -14,6 +14,7 @@ import pytest
 from gpupipe.config import LoaderConfig, SourceConfig
 from gpupipe.data.bytes import Identity, LocalFile
 from gpupipe.data.source import class_names, collect, column_kinds, label_names, number_labels, start_frame
+from gpupipe.data.source.columns import text_of
 from gpupipe.data.source.listing import list_videos
 from gpupipe.errors import ConfigError, OpenError, SourceError
 from gpupipe.types import Entry
@@ -205,6 +206,26 @@ def test_spaces_around_the_names_of_columns_do_not_count(tmp_path: Path) -> None
     assert entries == [Entry(str(tmp_path / "a.mp4"), {"label": 3})]
 
 
+def test_blanks_behind_the_commas_are_no_part_of_the_cells(tmp_path: Path) -> None:
+    lines = ['"a, b.mp4", cat , "one,  ""two""",  three', f"{tmp_path}/abs.mp4 ,cat, , 2"]
+    entries = collect(table(tmp_path / "t.csv", 'path, label, "note", "a, b"', *lines), CONFIG)
+    assert entries == [
+        Entry(str(tmp_path / "a, b.mp4"), {"label": "cat", "note": 'one,  "two"', "a, b": "three"}),
+        Entry(str(tmp_path / "abs.mp4"), {"label": "cat", "note": "", "a, b": "2"}),
+    ]
+    with pytest.raises(SourceError, match=r"t\.csv line 3 has not as many cells"):
+        collect(table(tmp_path / "t.csv", "path, label", "a.mp4, 1", "b.mp4"), CONFIG)
+
+
+def test_a_header_without_blanks_leaves_those_of_text_alone(tmp_path: Path) -> None:
+    config = SourceConfig(label_column="kind", npy_columns=("array",))
+    path = table(tmp_path / "t.csv", "path,kind,array,caption", ' a.mp4, cat,\tx.npy, "so" he said ', "b.mp4,cat ,y.npy,z")
+    assert collect(path, config) == [
+        Entry(str(tmp_path / "a.mp4"), {"label": "cat", "array": str(tmp_path / "x.npy"), "caption": ' "so" he said '}),
+        Entry(str(tmp_path / "b.mp4"), {"label": "cat", "array": str(tmp_path / "y.npy"), "caption": "z"}),
+    ]
+
+
 def test_numpys_numbers_are_numbers() -> None:
     rows = [{"label": np.int64(3), "share": np.float32(0.5), "good": np.bool_(True)}]
     kinds = column_kinds([Entry("a.mp4", row) for row in rows], ["share", "good"])
@@ -270,6 +291,49 @@ def test_a_column_that_cannot_travel_is_named(columns: list[dict[str, Any]], ask
     with pytest.raises(SourceError) as caught:
         column_kinds(entries, asked)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        ["a", None],
+        ["a", 1, 2.5],
+        ["a", float("nan")],
+        ["a", {"b": 1}],
+        [["a"], []],
+        [["a"], "b"],
+        [["a"], 1],
+        [["a"], ["b", None]],
+    ],
+)
+def test_a_column_of_text_is_one_in_any_order_of_its_rows(values: list[Any]) -> None:
+    for each in (values, values[::-1]):
+        assert column_kinds([Entry("x.mp4", {"c": value}) for value in each], ["c"]) == {"c": "text"}
+        with pytest.raises(SourceError, match=r"y\.mp4 has no value in column 'c'"):
+            column_kinds([Entry("y.mp4"), *(Entry("x.mp4", {"c": value}) for value in each)], ["c"])
+    assert [text_of(None), text_of(float("nan")), text_of("nan"), text_of(2)] == ["", "", "nan", "2"]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_text_beside_arrays_is_named_in_any_order_of_the_rows(order: int) -> None:
+    for text in ("a", ["a"]):
+        rows = [Entry("a.mp4", {"c": text}), Entry("b.mp4", {"c": [1, 2]})][::order]
+        with pytest.raises(SourceError, match=r"a\.mp4 has .* in column 'c', other rows have numbers"):
+            column_kinds(rows, ["c"])
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), ""])
+def test_a_name_that_is_missing_is_the_fault_of_its_row(missing: Any) -> None:
+    with pytest.raises(SourceError, match=rf"b\.mp4 has {missing!r}"):
+        column_kinds([Entry("a.mp4", {"label": "cat"}), Entry("b.mp4", {"label": missing})], [])
+
+
+def test_labels_that_are_all_missing_are_told_as_such(tmp_path: Path) -> None:
+    path = table(tmp_path / "t.jsonl", '{"path": "a.mp4", "label": null}', '{"path": "b.mp4", "label": null}')
+    with pytest.raises(
+        SourceError, match=r"no row has a label, .*: that of .*a\.mp4 \(.*line 1\) is empty\n.*or leave the column"
+    ):
+        list_videos(path, LoaderConfig())
 
 
 def test_start_frames_are_whole_numbers_or_absent() -> None:
@@ -412,6 +476,49 @@ def test_names_of_classes_are_numbered_in_their_order(tmp_path: Path) -> None:
         SourceError, match=r"b\.mp4 \(.*t\.csv line 3\) has the label 'jump', which source.classes does not name"
     ):
         number_labels(entries, ("run",))
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "places"),
+    [
+        (["10", "2", "10"], ["2", "10"], [1, 0, 1]),
+        (["007", "2.5"], ["2.5", "007"], [1, 0]),
+        (["1", "1"], ["cat", "1"], [1, 1]),
+        (["1", "cat"], ["cat", "1"], [1, 0]),
+        (["1", "0"], ["cat", "dog"], [1, 0]),
+    ],
+)
+def test_classes_that_are_given_are_used_where_labels_are_numbers(
+    labels: list[str], classes: list[str], places: list[int], tmp_path: Path
+) -> None:
+    path = table(tmp_path / "t.csv", "path,label", *(f"{k}.mp4,{label}" for k, label in enumerate(labels)))
+    listing = list_videos(path, LoaderConfig(source={"classes": classes}))
+    assert ([entry.columns["label"] for entry in listing.entries], listing.classes) == (places, tuple(classes))
+    rows = [{"path": f"{k}.mp4", "label": label} for k, label in enumerate(labels)]
+    if not {"cat", "dog"} <= set(classes):
+        listing = list_videos(rows, LoaderConfig(source={"classes": classes}))
+        assert [entry.columns["label"] for entry in listing.entries] == places, "as text, too"
+
+
+@pytest.mark.parametrize(("label", "classes"), [(3, ["2", "10"]), (0, ["2", "10"]), (2, ["cat", "dog"]), (-1, ["cat", "dog"])])
+def test_a_number_that_is_no_class_is_named(label: int, classes: list[str]) -> None:
+    with pytest.raises(SourceError, match=rf"a\.mp4 has the label {label}, which source\.classes does not name"):
+        list_videos([{"path": "a.mp4", "label": label}], LoaderConfig(source={"classes": classes}))
+
+
+def test_folders_that_are_called_by_numbers_are_numbered_once() -> None:
+    listing = list_videos(["10/a.mp4", "2/b.mp4"], LoaderConfig(source={"label_from": "folder", "classes": ["2", "10"]}))
+    assert [entry.columns["label"] for entry in listing.entries] == [1, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("digits", [400, 5000])
+def test_a_label_of_many_digits_is_shown_by_its_beginning(rows: int, digits: int, tmp_path: Path) -> None:
+    path = table(tmp_path / "t.csv", "path,label", *["a.mp4,1", "b.mp4," + "98" * (digits // 2)][-rows:])
+    for classes in ([], ["cat", "1"]):
+        with pytest.raises(SourceError, match=r"b\.mp4 \(.*t\.csv line \d\) has .*989898") as caught:
+            list_videos(path, LoaderConfig(source={"classes": classes}))
+        assert len(str(caught.value)) < 500
 
 
 @pytest.mark.parametrize("labels", [["1", "cat"], ["", "cat"], [1, "cat"], [1, 2], [None, "cat"]])

@@ -244,6 +244,16 @@ def _headspace_facts(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
+def _clip_text(loader: dict[str, Any]) -> str:
+    """What a clip is, by the loader's settings."""
+    clip, buckets = loader["clip"], loader["batch"]["buckets"]
+    height, width = loader["transform"]["size"]
+    step = f"stride {clip['stride']}" if clip["fps"] is None else f"{clip['fps']:g} frames a second"
+    if clip["sampling"] in ("uniform", "stratified"):
+        step = "over the whole video"
+    return f"{clip['frames']} frames, {step}, {width}x{height}{', or as batch.buckets say' if buckets else ''}"
+
+
 def _say_report(report: dict[str, Any]) -> None:
     m = report["measured"]
     use = m["resources"]
@@ -255,6 +265,8 @@ def _say_report(report: dict[str, Any]) -> None:
     packets = m["packets_per_frame"]
     say_facts([
         ("videos", f"{report['videos']}, {m['clips'] / report['videos']:.1f} clips of each on average"),
+        ("clip", _clip_text(report["loader"])),
+        ("batch", f"{report['loader']['batch']['size']} clips"),
         ("device", report["device"]),
         ("decoders", ", ".join(f"{name} {count} clips" for name, count in m["decoders"].items())),
         ("clips/s", f"{m['clips_per_s']:.1f}  ({m['clips']} clips in {m['seconds']:.2f} s)"),

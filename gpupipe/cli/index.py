@@ -24,11 +24,8 @@ def index(config: IndexConfig) -> dict[str, Any]:
     """Loads or makes the index of every video.
 
     Returns:
-        What was found: counts, hours, bytes, time, the bad files with their errors, and how many indices could not be kept;
-        JSON types only.
-
-    Raises:
-        SourceError: when the videos are not there.
+        What was found: counts, hours, bytes, time, what cannot be used with its error, be it a file or one of ``videos``, and
+        how many indices were made, were there already and could not be kept; JSON types only.
     """
     from contextlib import closing
 
@@ -39,20 +36,28 @@ def index(config: IndexConfig) -> dict[str, Any]:
     from gpupipe.device.disk import cache_dir
     from gpupipe.device.inventory import cpu_quota
     from gpupipe.errors import GpupipeError
+    from gpupipe.types import Entry
 
-    entries = collect(existing(config.videos), SourceConfig())
-    paths = list(dict.fromkeys(entry.path for entry in entries))
+    entries: list[Entry] = []
     bad: dict[str, str] = {}
+    for video in config.videos:
+        try:
+            entries += collect(existing([video]), SourceConfig())
+        except GpupipeError as error:
+            bad[video] = str(error)
+    paths = list(dict.fromkeys(entry.path for entry in entries))
+    made: set[str] = set()
     cut: dict[str, str] = {}
-    frames = packets = size_bytes = not_kept = 0
+    videos = frames = packets = size_bytes = not_kept = 0
     seconds = 0.0
     began = time.perf_counter()
-    outcomes = survey(entries, config.processes or cpu_quota())
+    outcomes = survey(entries, config.processes or cpu_quota(), made=made)
     with closing(outcomes), Progress(f"indexing {len(paths)} videos", len(paths)) as bar:
         for done, (path, outcome) in enumerate(outcomes, 1):
             if isinstance(outcome, GpupipeError):
                 bad[path] = str(outcome)
             else:
+                videos += 1
                 not_kept += not file_of(outcome.identity).is_file()
                 frames += outcome.info.frames
                 packets += len(outcome.pts)
@@ -63,7 +68,9 @@ def index(config: IndexConfig) -> dict[str, Any]:
             bar.update(done, f"{done / max(time.perf_counter() - began, 1e-9):.0f} videos/s")
     return {
         "command": "index",
-        "videos": len(paths) - len(bad),
+        "videos": videos,
+        "made": len(made),
+        "there_already": videos - len(made),
         "frames": frames,
         "packets": packets,
         "video_seconds": seconds,
@@ -83,8 +90,8 @@ def command(
 ) -> None:
     """Make the indices of a whole set of videos.
 
-    A loader makes them by itself when it first meets a video; this does it ahead, and names the files that cannot be used; the
-    exit status is 1 when there are any, or when the indices cannot be kept.
+    A loader makes them by itself when it first meets a video; this does it ahead, and names what cannot be used, or is not
+    there; the exit status is 1 when there is any such, or when the indices cannot be kept.
     """
     report = index(IndexConfig(videos=tuple(videos), processes=processes))
     if as_json:
@@ -93,15 +100,16 @@ def command(
     say_facts([
         ("videos", f"{report['videos']}, {report['video_seconds'] / 3600:.2f} hours, {size_text(report['size_bytes'])}"),
         ("frames", report["frames"]),
+        ("indices", f"{report['made']} made, {report['there_already']} there already"),
         ("time", f"{report['seconds']:.2f} s"),
         ("cache", report["cache"]),
-        ("not kept", f"{report['not_kept']} indices: set GPUPIPE_CACHE to a folder that can be written" if report["not_kept"]
-         else None),
+        *([("not kept", f"{report['not_kept']} indices: set GPUPIPE_CACHE to a folder that can be written")]
+          if report["not_kept"] else []),
     ])  # fmt: skip
     for title, files in (("cannot be used", report["bad_files"]), ("cut or damaged", report["cut_files"])):
         if files:
             say(f"\n{len(files)} {title}:")
             for path, why in files.items():
-                say(f"  {path}: {why.splitlines()[0]}")
+                say("\n  ".join(f"  {path}: {why}".splitlines()))
     if report["bad_files"] or report["not_kept"]:
         raise typer.Exit(1)

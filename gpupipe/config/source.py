@@ -61,8 +61,9 @@ class SourceConfig(StageConfig):
     label_from: Literal["column", "folder"] = "column"
     """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
     classes: tuple[str, ...] = ()
-    """Names of the folders, or of the labels where these are text, in the order of their numbers; none: those that are there,
-    sorted. Give a validation set the ``classes`` of the training loader: it may lack some."""
+    """Names of the folders or of the labels, in the order of their numbers; none: those that are there, sorted. A label that is
+    a number stands for the name that reads as this number, or where all names are words, for its place among them. Give a
+    validation set the ``classes`` of the training loader: it may lack some."""
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
     label_column: str = "label"

@@ -235,7 +235,7 @@ class VideoLoader:
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The names of the classes in the order of their numbers, where labels are names or folders; else none."""
+        """The names of the classes in the order of their numbers, where they have names; else none."""
         return self._classes
 
     @property

@@ -62,7 +62,7 @@ def digest(paths: Sequence[str], mixture: Mixture | None = None) -> str:
     common = os.path.commonprefix([min(paths), max(paths)])  # noqa: RUF071  commonpath() refuses relative beside absolute
     start = common.rfind(os.sep) + 1
     joined = "\0".join([*(path[start:] for path in paths), repr(mixture)])
-    return hashlib.sha256(joined.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return hashlib.sha256(joined.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def digest_of_labels(entries: Sequence[Entry]) -> str:
@@ -70,12 +70,12 @@ def digest_of_labels(entries: Sequence[Entry]) -> str:
     if not any("label" in entry.columns for entry in entries):
         return ""
     joined = "\0".join(repr(entry.columns.get("label")) for entry in entries)
-    return hashlib.sha256(joined.encode("utf-8", "surrogateescape")).hexdigest()[:32]
+    return hashlib.sha256(joined.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def digest_of_classes(names: Sequence[str]) -> str:
     """What tells the names of classes in the order of their numbers; empty where they have none."""
-    return hashlib.sha256("\0".join(names).encode("utf-8", "surrogateescape")).hexdigest()[:32] if names else ""
+    return hashlib.sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()[:32] if names else ""
 
 
 def made_by(config: LoaderConfig) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from urllib.parse import unquote
 
 from gpupipe.types import Entry
 
@@ -21,14 +22,26 @@ def scheme(name: str) -> str:
 
 
 def plain(name: str) -> str:
-    """The name with a ``file://`` URL as the path that it stands for."""
-    return name[len("file://") :] if scheme(name) == "file" else name
+    """The name with a ``file://`` URL as the path that it stands for; a member's name behind it is no part of the URL."""
+    if scheme(name) != "file":
+        return name
+    url, mark, member = _in_parts(name)
+    path = url[len("file://") :]
+    if path.lower().startswith("localhost/"):
+        path = path[len("localhost") :]
+    return unquote(path, errors="surrogateescape") + mark + member  # bytes that are no UTF-8 as os.fsdecode() has them
 
 
 def member_of(name: str) -> tuple[str, str] | None:
     """(shard, member) for ``SHARD.tar::MEMBER``; None for a file of its own."""
+    shard, mark, member = _in_parts(name)
+    return (shard, member) if mark else None
+
+
+def _in_parts(name: str) -> tuple[str, str, str]:
+    """(shard, ``::``, member); (name, "", "") for a file of its own."""
     found = _MEMBER.search(name)
-    return (name[: found.end() - 2], name[found.end() :]) if found else None
+    return (name[: found.end() - 2], "::", name[found.end() :]) if found else (name, "", "")
 
 
 def is_local(name: str) -> bool:

@@ -18,7 +18,7 @@ from gpupipe.types import Entry
 Outcome = VideoIndex | GpupipeError
 
 
-def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]:
+def fill(paths: Sequence[str], processes: int, made: set[str] | None = None) -> Generator[tuple[str, Outcome]]:
     """Loads or makes the index of each video, and gives it, or the error that it met, as they come.
 
     Leaving the iterator early ends the processes; what has been made by then is cached.
@@ -26,6 +26,7 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
     Args:
         paths: videos; one that is named twice is indexed once.
         processes: how many make indices side by side, at least 1.
+        made: takes the paths whose index was not there and has been made.
     """
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     done: queue.SimpleQueue[tuple[str, Outcome] | BaseException] = queue.SimpleQueue()
@@ -35,7 +36,7 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
         waiting.put(path)
     workers = [ScanProcess() for _ in range(min(processes, len(unique)))]
     threads = [
-        threading.Thread(target=_work, args=(worker, waiting, done, leaving), name=f"gpupipe-index-{number}", daemon=True)
+        threading.Thread(target=_work, args=(worker, waiting, done, leaving, made), name=f"gpupipe-index-{number}", daemon=True)
         for number, worker in enumerate(workers)
     ]
     try:
@@ -58,12 +59,15 @@ def fill(paths: Sequence[str], processes: int) -> Generator[tuple[str, Outcome]]
                 thread.join()
 
 
-def survey(entries: Iterable[Entry], processes: int, share: tuple[int, int] = (0, 1)) -> Generator[tuple[str, Outcome]]:
+def survey(
+    entries: Iterable[Entry], processes: int, share: tuple[int, int] = (0, 1), made: set[str] | None = None
+) -> Generator[tuple[str, Outcome]]:
     """As :func:`fill`, for the videos of a list, by their names there, and for several processes that do the same at once.
 
     Args:
         share: (rank, ranks) of these: each begins at another video, so that of indices that are missing each finds most made
             by others.
+        made: takes the files whose index was not there and has been made.
     """
     folder = working_folder()
     at = {entry.path: of_entry(entry, folder) for entry in entries}
@@ -72,7 +76,7 @@ def survey(entries: Iterable[Entry], processes: int, share: tuple[int, int] = (0
     files: dict[str, list[str]] = {}
     for path in unique[turn:] + unique[:turn]:
         files.setdefault(at[path], []).append(path)
-    with closing(fill(list(files), processes)) as outcomes:
+    with closing(fill(list(files), processes, made)) as outcomes:
         for file, outcome in outcomes:
             for path in files[file]:
                 yield path, outcome
@@ -83,10 +87,11 @@ def _work(
     waiting: queue.SimpleQueue[str],
     done: queue.SimpleQueue[tuple[str, Outcome] | BaseException],
     leaving: threading.Event,
+    made: set[str] | None,
 ) -> None:
     try:
         with stoppable(leaving.is_set):
-            _work_on(process, waiting, done)
+            _work_on(process, waiting, done, made)
     except BaseException as error:  # crosses to the caller, who raises it
         done.put(error)
     finally:
@@ -94,7 +99,10 @@ def _work(
 
 
 def _work_on(
-    process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+    process: ScanProcess,
+    waiting: queue.SimpleQueue[str],
+    done: queue.SimpleQueue[tuple[str, Outcome] | BaseException],
+    made: set[str] | None,
 ) -> None:
     while True:
         try:
@@ -108,6 +116,8 @@ def _work_on(
                     indices.load(path, process.make)
                 except GpupipeError:  # says that the process could not: find out here why
                     indices.load(path)
+                if made is not None:
+                    made.add(path)
             done.put((path, indices.load(path)))
         except GpupipeError as error:
             done.put((path, error))

@@ -50,29 +50,42 @@ def is_list(value: Any) -> bool:
 
 
 def arrays_of(entries: Iterable[Entry], name: str) -> Arrays | None:
-    """What the arrays of a column have in common; None where the first one holds text.
+    """What the arrays of a column have in common; None where it holds text, beside which lists may be empty.
 
     Raises:
-        SourceError: when a row's value is no array of numbers, or of another shape than the first.
+        SourceError: when a row holds text and another one an array of numbers; or where none holds text, when a row's value is
+            no array of numbers, or of another shape than the first.
     """
     found: Arrays | None = None
-    kinds = set()
+    text: Entry | None = None
+    fault: SourceError | None = None  # in a column of text it is none
+    kinds, has_arrays = set(), False
     for entry in entries:
-        array = _numbers(entry, name)
+        try:
+            array = _numbers(entry, name)
+        except SourceError as error:
+            fault = fault or error
+            continue
         if array is None:
-            if found is None:
-                return None
-            raise SourceError(
-                f"{entry.named} has {entry.columns[name]!r:.60} in column {name!r}, rows before it have numbers",
-                fix="give each row a list of numbers",
-            )
+            text = text or entry
+            continue
         found = found or Arrays("", array.shape)
         if array.shape != found.shape:
-            raise SourceError(
+            fault = fault or SourceError(
                 f"{entry.named} has an array of shape {array.shape} in column {name!r}, rows before it have {found.shape}",
                 fix="give all rows one shape, or do not ask for the column",
             )
         kinds.add(array.dtype)
+        has_arrays = has_arrays or bool(array.ndim and array.size)
+    if text is not None and has_arrays:
+        raise SourceError(
+            f"{text.named} has {text.columns[name]!r:.60} in column {name!r}, other rows have numbers",
+            fix="give each row a list of numbers",
+        )
+    if text is not None:
+        return None
+    if fault is not None:
+        raise fault
     return None if found is None else Arrays(np.result_type(*kinds).name, found.shape)
 
 

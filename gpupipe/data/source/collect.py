@@ -8,18 +8,19 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import groupby
+from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol
 
 from gpupipe.config import PathLike, SourceConfig
 from gpupipe.data.bytes import held, name
-from gpupipe.data.source.columns import reads_as_number
+from gpupipe.data.source.columns import is_blank, reads_as_number, shown
 from gpupipe.data.source.dataset import dataset_entries, is_dataset
 from gpupipe.data.source.inside import check_inside
 from gpupipe.data.source.patterns import expanded
 from gpupipe.data.source.shards import in_shards, is_shard
 from gpupipe.data.source.stores import videos_at
-from gpupipe.data.source.tables import TABLES, read_table, row_entry
+from gpupipe.data.source.tables import TABLES, number_in, read_table, row_entry
 from gpupipe.errors import SourceError
 from gpupipe.types import Entry
 
@@ -221,27 +222,34 @@ def _class_of(entry: Entry) -> str:
 
 
 def label_names(entries: Sequence[Entry], config: SourceConfig) -> tuple[str, ...]:
-    """The names of the classes in the order of their numbers, where labels are text, none of it a number; else none.
+    """The names of the classes in the order of their numbers: those of ``config``, where labels are text or numbers; without,
+    those that are there, where labels are text, none of it a number; else none.
 
     Empty labels are no names: they are a fault of their row.
     """
     labels = [entry.columns.get("label") for entry in entries]
+    if config.classes:
+        return config.classes if all(isinstance(x, str | Real) and not is_blank(x) for x in labels) else ()
     if not all(isinstance(label, str) and label and not reads_as_number(label) for label in labels):
         return ()
-    return config.classes or tuple(sorted({str(label) for label in labels}))
+    return tuple(sorted({str(label) for label in labels}))
 
 
 def number_labels(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
     """The entries with the place of each label among ``names`` for the label.
 
+    A label that is a number stands for the name that reads as this number; where no name reads as one, for its place.
+
     Raises:
         SourceError: for a label that is not among them.
     """
-    numbers = {name: number for number, name in enumerate(names)}
+    values = {number_in(name): number for number, name in enumerate(names)}
+    numbers: dict[Any, int] = {name: number for number, name in enumerate(names)}
+    numbers |= {number: number for number in range(len(names))} if values.keys() == {None} else values
     for entry in entries:
         if entry.columns["label"] not in numbers:
             raise SourceError(
-                f"{entry.named} has the label {entry.columns['label']!r}, which source.classes does not name",
+                f"{entry.named} has the label {shown(entry.columns['label'])}, which source.classes does not name",
                 fix="add it to classes, or leave the row out",
                 path=entry.path,
             )

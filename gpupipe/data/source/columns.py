@@ -19,6 +19,8 @@ from gpupipe.types import BATCH_TENSORS, Entry
 Kind = Literal["int", "float", "text"] | Arrays
 
 START_COLUMN = "start_frame"
+_SHOWN = 60
+"""Signs of a value that an error shows, at most."""
 
 
 def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str] = ()) -> dict[str, Kind]:
@@ -41,10 +43,10 @@ def column_kinds(entries: list[Entry], names: Iterable[str], files: Iterable[str
     files += tuple(name for name in wanted if any(isinstance(entry.columns.get(name), ArrayFile) for entry in entries))
     kinds = {name: files_of(entries, name) if name in files else _kind(entries, name, asked=name in names) for name in wanted}
     if kinds.get("label") == "text":
-        blank = next((entry for entry in entries if entry.columns.get("label") in (None, "")), None)
-        odd = blank or next((entry for entry in entries if not reads_as_number(entry.columns["label"])), entries[0])
+        blank = next((entry for entry in entries if is_blank(entry.columns["label"])), None)
+        odd = blank or next((entry for entry in entries if not _is_usable(entry.columns["label"])), entries[0])
         raise SourceError(
-            f"labels are numbers of at most 64 bits, or all of them names: {odd.named} has {odd.columns['label']!r}",
+            f"labels are numbers of at most 64 bits, or all of them names: {odd.named} has {shown(odd.columns['label'])}",
             fix="fill in a number in each row, or in each a name; other text goes into a column of its own, say "
             "columns=['caption'], and comes out in batch.text",
         )
@@ -92,7 +94,23 @@ def dtype_of(kind: Kind) -> np.dtype[Any]:
 
 def text_of(value: Any) -> str:
     """A value as text; what is missing is empty, as in CSV."""
-    return "" if value is None else str(value)
+    return "" if _is_missing(value) else str(value)
+
+
+def shown(value: Any) -> str:
+    """A value as errors show it: no more than its beginning."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def _is_missing(value: Any) -> bool:
+    """Whether there is no value: None, or NaN, as pandas writes text that is missing."""
+    return value is None or (isinstance(value, numbers.Real) and value != value)
+
+
+def is_blank(value: Any) -> bool:
+    """Whether there is no value, or text without a sign."""
+    return _is_missing(value) or (isinstance(value, str) and not value)
 
 
 def reads_as_number(value: Any) -> bool:
@@ -104,9 +122,19 @@ def reads_as_number(value: Any) -> bool:
     return not isinstance(value, numbers.Integral) or -(2**63) <= int(value) < 2**63
 
 
-def _missing(entry: Entry, name: str, *, asked: bool) -> SourceError:
+def _is_usable(label: Any) -> bool:
+    """Whether a label is a number of at most 64 bits, or text that can be read as one that is finite."""
+    return reads_as_number(label) and math.isfinite(float(label))
+
+
+def _missing(entries: Iterable[Entry], entry: Entry, name: str, *, asked: bool) -> SourceError:
     have = ", ".join(map(str, entry.columns)) or "none"
     if not asked:
+        if all(_is_missing(other.columns.get(name)) for other in entries):
+            return SourceError(
+                f"no row has a label, though there is a column for it: that of {entry.named} is empty",
+                fix="label each row, or leave the column out",
+            )
         return SourceError(f"{entry.named} has no label, and other rows have one", fix="label each row, or none")
     close = difflib.get_close_matches(name, [column for column in map(str, entry.columns) if column != name], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -118,25 +146,26 @@ def _missing(entry: Entry, name: str, *, asked: bool) -> SourceError:
 
 def _kind(entries: list[Entry], name: str, *, asked: bool = True) -> Kind:
     kind: Kind = "int"
+    arrays, lacking = False, None
     for entry in entries:
         value = entry.columns.get(name)
         if value is None:
-            raise _missing(entry, name, asked=asked)
-        if is_list(value):
-            lacking = next((entry for entry in entries if entry.columns.get(name) is None), None)
-            if lacking is not None:
-                raise _missing(lacking, name, asked=asked)
-            return arrays_of(entries, name) or "text"
-        if isinstance(value, numbers.Integral | np.bool_) and -(2**63) <= int(value) < 2**63:  # NumPy's numbers included
+            lacking = lacking or entry
+        elif isinstance(value, str):
+            kind = "text"
+        elif is_list(value):
+            arrays = True
+        elif isinstance(value, numbers.Integral | np.bool_) and -(2**63) <= int(value) < 2**63:  # NumPy's numbers included
             continue
-        if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        elif not isinstance(value, numbers.Real) or isinstance(value, numbers.Integral):
+            kind = "text"
+        elif kind == "int":
             kind = "float"
-        else:
-            lacking = next((entry for entry in entries if name not in entry.columns), None)
-            if lacking is not None:
-                raise _missing(lacking, name, asked=asked)
-            return "text"
-    return kind
+    if kind == "text" and not arrays:  # which may be empty, but not without its column
+        lacking = next((entry for entry in entries if name not in entry.columns), None)
+    if lacking is not None:
+        raise _missing(entries, lacking, name, asked=asked)
+    return (arrays_of(entries, name) or "text") if arrays else kind
 
 
 def start_frame(entry: Entry) -> int | None:
@@ -145,8 +174,8 @@ def start_frame(entry: Entry) -> int | None:
     Raises:
         SourceError: when its ``start_frame`` is not a whole number.
     """
-    value = entry.columns.get(START_COLUMN)
-    if value is None or value == "" or value != value:  # NaN: how pandas writes what is missing
+    value: Any = entry.columns.get(START_COLUMN)
+    if is_blank(value):
         return None
     if isinstance(value, float) and value.is_integer():
         value = int(value)

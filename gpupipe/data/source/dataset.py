@@ -61,7 +61,13 @@ def _frame_rows(value: Any) -> Callable[[], list[dict[str, Any]]] | None:
     if hasattr(value, "to_dicts"):  # polars
         rows: Callable[[], list[dict[str, Any]]] = value.to_dicts
         return rows
-    return partial(value.to_dict, "records") if hasattr(value, "to_dict") else None
+    return partial(_pandas_rows, value) if hasattr(value, "to_dict") else None
+
+
+def _pandas_rows(frame: Any) -> list[dict[str, Any]]:
+    """The rows of a data frame of pandas. Its mark of what is missing is None here: it is equal to nothing, nor unequal."""
+    missing = getattr(sys.modules.get("pandas"), "NA", None)
+    return [{name: None if value is missing else value for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 class _Asked:

@@ -61,7 +61,7 @@ class _Folder:
         return self._shard[1]
 
     def _target(self, path: str) -> str | None:
-        if name.scheme(path) or "\0" in path:
+        if name.scheme(path) or not _can_be(path):
             return None
         folder, last = os.path.split(path)
         if last in ("", os.curdir, os.pardir) or os.path.islink(path):
@@ -69,6 +69,14 @@ class _Folder:
         if folder not in self._folders:
             self._folders[folder] = os.path.realpath(folder)
         return os.path.join(self._folders[folder], last)
+
+
+def _can_be(path: str) -> bool:
+    """Whether a file system can have a file of this name at all."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:  # half of a surrogate pair, as JSON can write it
+        return False
 
 
 class _Remote:

@@ -23,7 +23,8 @@ class Listing:
 
     Attributes:
         entries: in source order.
-        classes: the names of the classes in the order of their numbers, where labels are names or folders; else none.
+        classes: the names of the classes in the order of their numbers, where labels are names or folders or
+            ``source.classes`` names them; else none.
         kinds: what each column of a batch is.
         mixture: how often an epoch visits each; None: once.
         left_out: videos that ``source.filter`` left out, with the reason.
@@ -54,7 +55,8 @@ def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Lis
     if declared and source.classes and source.classes != declared:
         entries = name_labels(entries, declared)
         declared = ()
-    names = label_names(entries, source)
+    are_numbered = source.label_from == "folder" or (declared and source.classes)  # the places of labels among classes
+    names = () if are_numbered else label_names(entries, source)
     if names:
         entries = number_labels(entries, names)
     for entry in entries:

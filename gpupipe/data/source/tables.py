@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -48,48 +48,64 @@ def _rows(path: str, config: SourceConfig, columns: Sequence[str]) -> Iterator[E
         for number, (row, again) in enumerate(found):
             yield row_entry(row, config, base, f"{path} row {number}", again)
         return
-    for number, row in _lines(path, config.path_column):
+    for number, row in _lines(path, config):
         yield row_entry(row, config, base, f"{path} line {number}")
 
 
-def _lines(path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
+def _lines(path: str, config: SourceConfig) -> list[tuple[int, dict[str, Any]]]:
     """The rows of a text table with the numbers of their lines."""
     try:
         with io.TextIOWrapper(open_stream(path), encoding="utf-8-sig", newline="") as file:
             if path.lower().endswith(".csv"):
-                return _csv_rows(csv.DictReader(file, strict=True), path, path_column)
+                return _csv_rows(file, path, config)
             return [(n, _parse(line, path, n)) for n, line in enumerate(file, 1) if line.strip()]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise SourceError(f"cannot read the table {path}: {error}", fix="give a UTF-8 table") from error
 
 
-def _csv_rows(reader: csv.DictReader[str], path: str, path_column: str) -> list[tuple[int, dict[str, Any]]]:
-    names = [name.strip() for name in reader.fieldnames or ()]  # "path, label"
+def _csv_rows(file: Iterable[str], path: str, config: SourceConfig) -> list[tuple[int, dict[str, Any]]]:
+    names, spaced, lines = _header(file)
     twice = {name for name in names if name and names.count(name) > 1}
     if twice:
         raise SourceError(f"{path} has two columns {min(twice)!r}", fix="name each column once")
-    if path_column not in names:
+    if config.path_column not in names:
         raise SourceError(
-            f"the first line of {path} names no column {path_column!r}; its columns are {', '.join(names) or 'none'}",
+            f"the first line of {path} names no column {config.path_column!r}; its columns are {', '.join(names) or 'none'}",
             fix="begin with a header, as in path,label (a list of lines like 'video.mp4 3' has none, and needs commas), or "
             "name the column of paths with source.path_column",
         )
-    reader.fieldnames = names
+    stripped = {config.path_column, config.label_column, *config.npy_columns}.intersection(names)
+    reader = csv.DictReader(file, names, strict=True, skipinitialspace=spaced)
     rows: list[tuple[int, dict[str, Any]]] = []
     for row in reader:
+        line = lines + reader.line_num
         if None in row or None in row.values():  # how DictReader tells of cells too many, and too few
-            raise SourceError(
-                f"{path} line {reader.line_num} has not as many cells as the header", fix="quote cells that hold commas"
-            )
-        rows.append((reader.line_num, dict(row)))
+            raise SourceError(f"{path} line {line} has not as many cells as the header", fix="quote cells that hold commas")
+        rows.append((line, {**row, **{name: row[name].strip() for name in stripped}}))
     for name in names:
-        filled = [(row, _number(row[name])) for _, row in rows if row[name].strip()] if name != path_column else []
+        filled = [(row, number_in(row[name])) for _, row in rows if row[name].strip()] if name != config.path_column else []
         if filled and all(number is not None for _, number in filled):  # as a whole: "007" next to "a7" is no seven
             for _, row in rows:
                 row[name] = None  # an empty cell among numbers is one that is missing, and no text
             for row, number in filled:
                 row[name] = number
     return rows
+
+
+def _header(file: Iterable[str]) -> tuple[list[str], bool, int]:
+    """(names of the columns, whether there are blanks behind the commas, lines) of a CSV file's header."""
+    lines: list[str] = []
+
+    def read() -> Iterator[str]:
+        for line in file:
+            lines.append(line)
+            yield line
+
+    names = next(csv.reader(read(), strict=True), [])
+    spaced = any(name.startswith(" ") for name in names[1:])
+    if spaced:  # then quotes stand behind the blanks
+        names = next(csv.reader(lines, strict=True, skipinitialspace=True))
+    return [name.strip() for name in names], spaced, len(lines)
 
 
 def row_entry(
@@ -163,10 +179,15 @@ def _parse(line: str, path: str, number: int) -> dict[str, Any]:
     return value
 
 
-def _number(cell: str) -> int | float | None:
-    for kind in (int, float):
-        try:
-            return kind(cell) if "_" not in cell else None  # Python reads 2024_01 as a number; tables do not
-        except ValueError:
-            continue
-    return None
+def number_in(cell: str) -> int | float | None:
+    """The number that a cell holds; None for text, and for a whole number of thousands of digits, which no type has."""
+    if "_" in cell:  # Python reads 2024_01 as a number; tables do not
+        return None
+    try:
+        return int(cell)
+    except ValueError:
+        pass
+    try:
+        return None if cell.strip().lstrip("+-").isdecimal() else float(cell)
+    except ValueError:
+        return None
