@@ -16,7 +16,7 @@ from gpupipe.config import ClipConfig
 from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.sample import pick_frames
+from gpupipe.data.sample import pick_frames, shortage
 from gpupipe.errors import ConfigError, SampleError
 from gpupipe.types import FramePick, VideoInfo
 
@@ -197,6 +197,20 @@ def test_a_clip_that_just_fits_at_its_speed_is_never_padded() -> None:
 def test_a_blended_clip_is_not_padded_where_one_that_fits_can_be_had() -> None:
     """The last frame lies at 3 * 1.1 = 3.3 from the start: it is made of two frames, the latter of them the fourth."""
     assert all(all(pick(made_index(9), seed, frames=4, speed=1.1, blend=True).mask) for seed in range(50))
+
+
+@pytest.mark.parametrize(("frames", "stride", "speed"), [(16, 3, 2.2), (26, 2, 1.1), (26, 4, 0.55), (26, 1, 2.2)])
+def test_a_blended_clip_whose_last_frame_is_the_videos_last_but_for_rounding(frames: int, stride: int, speed: float) -> None:
+    """15 * 3 * 2.2 is a little more than 99: that is frame 99, and nothing of the one after it."""
+    fields = {"frames": frames, "stride": stride, "speed": speed, "blend": True}
+    span = round((frames - 1) * stride * speed)
+    for start in (0, 100):
+        found = pick(made_index(start + span + 1), start_frame=start or None, **fields)
+        assert all(found.mask)
+        assert max(found.decoded) == start + span
+        short = pick(made_index(start + span), start_frame=start or None, **fields)
+        assert (sum(short.mask), max(short.decoded) < start + span) == (frames - 1, True)
+    assert f"spans {span + 1} at speed" in shortage(ClipConfig(**fields), made_index(span).info, 0)
 
 
 def test_reversed_clips_run_backwards_now_and_then() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +13,8 @@ from gpupipe.types import FramePick, VideoInfo
 
 Place = tuple[int, float]
 """A frame, and the share of the following one."""
+_NEAR = 1e-6
+"""A place this near to a frame is that frame: steps and times are rounded."""
 
 
 def pick_frames(
@@ -80,7 +81,7 @@ def shortage(config: ClipConfig, info: VideoInfo, start: int) -> str:
         spans, least = f"a clip of {config.frames} at {config.fps:g} fps lasts {seconds:.4g} s", f"'min_seconds': {seconds:.4g}"
         fewer = "a higher fps or fewer frames"
     else:
-        frames = math.ceil((config.frames - 1) * config.stride * speed) + 1
+        frames = _span(config, speed) + 1
         spans, least = f"a clip of {config.frames} with stride {config.stride} spans {frames}", f"'min_frames': {frames}"
         fewer = "a smaller stride or fewer frames" if config.stride > 1 else fewer
     spans += f" at speed {speed:g}" if speed != 1 else ""
@@ -96,8 +97,7 @@ def shortage(config: ClipConfig, info: VideoInfo, start: int) -> str:
 def _last_start(config: ClipConfig, index: VideoIndex, speed: float) -> int:
     """The last frame from which the whole clip fits; negative when it fits nowhere."""
     if config.fps is None:
-        span = (config.frames - 1) * config.stride * speed
-        return index.info.frames - 1 - (math.ceil(span) if config.blend else round(span))
+        return index.info.frames - 1 - _span(config, speed)
     end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
     return int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
 
@@ -115,14 +115,29 @@ def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generato
 def _run(config: ClipConfig, index: VideoIndex, start: int, speed: float) -> list[Place]:
     """Frames from ``start`` on by stride or by time, as many as the video has."""
     if config.fps is None:
-        steps = [k * config.stride * speed for k in range(config.frames)]
-        if not config.blend:
-            return [(start + round(step), 0.0) for step in steps if start + round(step) < index.info.frames]
-        return [(start + int(step), step % 1) for step in steps if start + step <= index.info.frames - 1]
+        steps = [_step(config, number, speed) for number in range(config.frames)]
+        return [(start + frame, share) for frame, share in steps if start + frame + (share > 0) < index.info.frames]
     times = index.seconds[start] + np.arange(config.frames) * speed / config.fps
     end = index.info.start_seconds + index.info.duration_seconds
     shown = [float(time) for time in times if time < end - 1e-6 or time == times[0]]
     return [_at(index, time, blend=config.blend) for time in shown]
+
+
+def _step(config: ClipConfig, number: int, speed: float) -> Place:
+    """Where a frame of a clip by stride lies, from the clip's first one on."""
+    step = number * config.stride * speed
+    return _between(int(step), step % 1) if config.blend else (round(step), 0.0)
+
+
+def _span(config: ClipConfig, speed: float) -> int:
+    """How far after its first frame a clip by stride needs the last one."""
+    frame, share = _step(config, config.frames - 1, speed)
+    return frame + (share > 0)
+
+
+def _between(frame: int, share: float) -> Place:
+    """A place between two frames; one of the two where the place is that frame, but for rounding."""
+    return (frame + 1, 0.0) if share > 1 - _NEAR else (frame, share if share > _NEAR else 0.0)
 
 
 def _at(index: VideoIndex, time: float, *, blend: bool) -> Place:
@@ -130,8 +145,7 @@ def _at(index: VideoIndex, time: float, *, blend: bool) -> Place:
     if not blend or frame + 1 >= index.info.frames:
         return frame, 0.0
     here, following = float(index.seconds[frame]), float(index.seconds[frame + 1])
-    share = (time - here) / (following - here) if following > here else 0.0
-    return frame, share if share > 1e-6 else 0.0  # a time on a frame, but for rounding, is that frame
+    return _between(frame, (time - here) / (following - here) if following > here else 0.0)
 
 
 def _segments(config: ClipConfig, frames: int, rng: np.random.Generator) -> list[int]:
