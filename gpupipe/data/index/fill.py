@@ -6,12 +6,14 @@ import queue
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, suppress
+from functools import partial
 
 from gpupipe.data import index as indices
 from gpupipe.data.bytes.name import of_entry, working_folder
 from gpupipe.data.index.model import VideoIndex
+from gpupipe.data.scan.store import make
 from gpupipe.data.scan.worker import ScanProcess
-from gpupipe.data.stop import stoppable
+from gpupipe.data.stop import Stop, Stopped, stoppable
 from gpupipe.errors import GpupipeError
 from gpupipe.types import Entry
 
@@ -85,8 +87,8 @@ def _work(
     leaving: threading.Event,
 ) -> None:
     try:
-        with stoppable(leaving.is_set):
-            _work_on(process, waiting, done)
+        with stoppable(leaving.is_set), suppress(Stopped):
+            _work_on(process, waiting, done, leaving.is_set)
     except BaseException as error:  # crosses to the caller, who raises it
         done.put(error)
     finally:
@@ -94,8 +96,13 @@ def _work(
 
 
 def _work_on(
-    process: ScanProcess, waiting: queue.SimpleQueue[str], done: queue.SimpleQueue[tuple[str, Outcome] | BaseException]
+    process: ScanProcess,
+    waiting: queue.SimpleQueue[str],
+    done: queue.SimpleQueue[tuple[str, Outcome] | BaseException],
+    stop: Stop,
 ) -> None:
+    """Raises: Stopped: when ``stop()`` turned true."""
+    make_here = partial(make, stop=stop)
     while True:
         try:
             path = waiting.get_nowait()
@@ -103,11 +110,10 @@ def _work_on(
             return
         try:
             if not indices.known(path):
-                process.start()
                 try:
-                    indices.load(path, process.make)
+                    indices.load(path, process.make if process.start(stop) else make_here)
                 except GpupipeError:  # says that the process could not: find out here why
-                    indices.load(path)
-            done.put((path, indices.load(path)))
+                    indices.load(path, make_here)
+            done.put((path, indices.load(path, make_here)))
         except GpupipeError as error:
             done.put((path, error))
