@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,10 +14,11 @@ import pytest
 
 from gpupipe.data import index
 from gpupipe.data.bytes import Identity
+from gpupipe.data.child import Child
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.index.fill import fill
 from gpupipe.data.scan import store
-from gpupipe.data.scan.worker import ScanProcess
+from gpupipe.data.scan.worker import ScanProcess, _tell_of_the_late
 from gpupipe.data.stop import Stop
 from gpupipe.errors import OpenError
 
@@ -25,6 +28,24 @@ def videos(clips: dict[str, Path], tmp_path: Path, fresh_cache: Path) -> list[st
     """Four videos that nobody has indexed, a bad one among them."""
     (tmp_path / "1.mp4").touch()
     return [str(tmp_path / "1.mp4") if k == 1 else str(shutil.copy(clips["h264"], tmp_path / f"{k}.mp4")) for k in range(4)]
+
+
+@pytest.fixture
+def halted(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
+    """The processes that are started from now on: each is stopped at once, so that it gets ready no more than it ends."""
+    made: list[subprocess.Popen[bytes]] = []
+    original = Child._started
+
+    def start(child: Child) -> subprocess.Popen[bytes]:
+        process = original(child)
+        if process not in made:
+            process.send_signal(signal.SIGSTOP)
+            made.append(process)
+        return process
+
+    monkeypatch.setattr(Child, "_started", start)
+    _tell_of_the_late.cache_clear()
+    return made
 
 
 def started(paths: list[str], workers: int, first: int = 0) -> IndexAhead:
@@ -248,6 +269,66 @@ def test_a_process_that_never_gets_ready_is_not_waited_for(videos: list[str], mo
     waiting.set()
     ahead.abandon()
     ended(ahead)
+
+
+def test_after_one_wait_in_vain_no_other_video_is_waited_for(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpupipe.data.index.ahead._PATIENCE_SECONDS", 1.0)
+    going_on = threading.Event()
+
+    def standing(process: ScanProcess, identity: Identity) -> tuple[bytes, str]:
+        going_on.wait(60)
+        raise OpenError("it was ended", path=identity.path)
+
+    monkeypatch.setattr(ScanProcess, "make", standing)
+    ahead = started(videos, workers=1)
+    begin = time.monotonic()
+    for path in [videos[0], *videos[2:] * 5]:
+        ahead.wait_for(path)
+    assert time.monotonic() - begin < 5
+    assert ahead._still
+    ahead._tell([0])
+    assert not ahead._still, "what goes on is waited for again"
+    ahead.abandon()
+    going_on.set()
+    ended(ahead)
+
+
+def test_a_process_that_is_halted_as_it_starts_is_given_up(
+    videos: list[str], halted: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("gpupipe.data.scan.worker._START_SECONDS", 0.5)
+    ahead = started(videos, workers=2)
+    begin = time.monotonic()
+    for path in videos:
+        ahead.wait_for(path)
+    assert time.monotonic() - begin < 10, "not as long as is waited for a video"
+    ended(ahead)
+    assert [process.poll() for process in halted] == [-signal.SIGKILL] * 2
+    assert caplog.text.count("was not ready within 0.5 s") == 1
+
+
+def test_a_whole_set_is_indexed_though_each_process_is_halted(
+    videos: list[str], halted: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpupipe.data.scan.worker._START_SECONDS", 0.5)
+    begin = time.monotonic()
+    outcomes = dict(fill(videos, 2))
+    assert [isinstance(outcomes[path], OpenError) for path in videos] == [False, True, False, False]
+    assert time.monotonic() - begin < 10
+    assert [process.poll() for process in halted] == [-signal.SIGKILL] * 2
+
+
+def test_leaving_a_set_does_not_wait_for_halted_processes(videos: list[str], halted: list[subprocess.Popen[bytes]]) -> None:
+    outcomes = fill(videos, 2)
+    main = threading.main_thread().ident
+    assert main is not None
+    interrupt = threading.Timer(1.0, signal.pthread_kill, (main, signal.SIGINT))
+    begin = time.monotonic()
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        next(outcomes)
+    assert time.monotonic() - begin < 3, "less than the grace of a process that may have something to clear up"
+    assert [process.poll() for process in halted] == [-signal.SIGKILL] * 2
 
 
 def test_a_whole_set_is_indexed_without_processes_too(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from gpupipe.config import ClipConfig
 from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity
 from gpupipe.data.index import VideoIndex
-from gpupipe.data.sample import pick_frames
+from gpupipe.data.sample import fills, pick_frames, shortage
 from gpupipe.errors import ConfigError, SampleError
 from gpupipe.types import FramePick, VideoInfo
 
@@ -118,6 +118,16 @@ def test_too_short_is_an_error_where_asked_and_says_how_short() -> None:
     assert pick(made_index(16), frames=16, pad="error").indices == tuple(range(16))
 
 
+def test_too_short_from_the_start_that_a_row_says_names_that_start() -> None:
+    with pytest.raises(SampleError) as caught:
+        pick(made_index(60), start_frame=50, frames=16, pad="error")
+    assert "made.mp4 is too short from start_frame=50 on: 10 of its 60 frames at 30 fps give 10 of the 16" in str(caught.value)
+    assert caught.value.fix is not None
+    assert "correct the row's start_frame" in caught.value.fix
+    assert "stride" not in caught.value.fix, "there is none to make smaller"
+    assert pick(made_index(60), start_frame=44, frames=16, pad="error").indices == tuple(range(44, 60))
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.integers(1, 120), st.integers(1, 20), st.floats(0.5, 120), st.sampled_from([12.5, 25.0, 30.0]), st.integers(0, 99))
 def test_clips_by_rate_show_what_a_player_would(count: int, frames: int, fps: float, video_fps: float, seed: int) -> None:
@@ -197,6 +207,51 @@ def test_a_clip_that_just_fits_at_its_speed_is_never_padded() -> None:
 def test_a_blended_clip_is_not_padded_where_one_that_fits_can_be_had() -> None:
     """The last frame lies at 3 * 1.1 = 3.3 from the start: it is made of two frames, the latter of them the fourth."""
     assert all(all(pick(made_index(9), seed, frames=4, speed=1.1, blend=True).mask) for seed in range(50))
+
+
+@pytest.mark.parametrize(("frames", "stride", "speed"), [(16, 3, 2.2), (26, 2, 1.1), (26, 4, 0.55), (26, 1, 2.2)])
+def test_a_blended_clip_whose_last_frame_is_the_videos_last_but_for_rounding(frames: int, stride: int, speed: float) -> None:
+    """15 * 3 * 2.2 is a little more than 99: that is frame 99, and nothing of the one after it."""
+    fields = {"frames": frames, "stride": stride, "speed": speed, "blend": True}
+    span = round((frames - 1) * stride * speed)
+    for start in (0, 100):
+        found = pick(made_index(start + span + 1), start_frame=start or None, **fields)
+        assert all(found.mask)
+        assert max(found.decoded) == start + span
+        short = pick(made_index(start + span), start_frame=start or None, **fields)
+        assert (sum(short.mask), max(short.decoded) < start + span) == (frames - 1, True)
+    assert f"spans {span + 1} at speed" in shortage(ClipConfig(**fields), made_index(span).info, 0)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    count=st.integers(1, 80),
+    frames=st.integers(1, 24),
+    speed=st.integers(2, 400).map(lambda hundredths: hundredths / 100),
+    step=st.one_of(st.fixed_dictionaries({"stride": st.integers(1, 5)}), st.fixed_dictionaries({"fps": st.integers(1, 60)})),
+    blend=st.booleans(),
+    sampling=st.sampled_from(["random", "regular", "keyframe"]),
+    keys=st.sampled_from([(0, 30), (3, 40)]),
+    start=st.one_of(st.none(), st.integers(0, 79)),
+    seed=st.integers(0, 2**32),
+)
+def test_a_video_fills_a_clip_exactly_where_no_frame_of_it_is_padded(
+    count: int, frames: int, speed: float, step: dict[str, int], blend: bool, sampling: Any, keys: tuple[int, ...],
+    start: int | None, seed: int,
+) -> None:  # fmt: skip
+    index = made_index(count, fps=10, keys=keys)
+    config = ClipConfig(frames=frames, speed=speed, blend=blend, sampling=sampling, **step)
+    if start is not None and start >= count:
+        assert not fills(config, index, frames, start)
+        return
+    found = pick_frames(config, index, np.random.default_rng(seed), start)
+    assert all(0 <= k < count for k in found.decoded)
+    assert fills(config, index, frames, start) == all(found.mask)
+
+
+def test_a_video_whose_last_frame_lasts_to_the_end_of_a_clip_by_rate_fills_it() -> None:
+    clip, index = ClipConfig(frames=8, fps=20), made_index(12, fps=10)
+    assert [fills(clip, index, frames) for frames in (8, 24, 25)] == [True, True, False]
 
 
 def test_reversed_clips_run_backwards_now_and_then() -> None:

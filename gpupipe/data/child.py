@@ -158,8 +158,9 @@ class Child:
         """Ends the process and clears up after it; by the thread that used it."""
         self.end()
         if self._process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE_SECONDS)
+            if self._ready:  # else it has nothing to clear up, and may never come to it
+                with suppress(subprocess.TimeoutExpired):
+                    self._process.wait(_GRACE_SECONDS)
             self._process.kill()
             with suppress(BrokenPipeError), self._process:  # closes the pipes and waits; a request may be stuck in one
                 pass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import numpy as np
@@ -14,6 +13,8 @@ from gpupipe.types import FramePick, VideoInfo
 
 Place = tuple[int, float]
 """A frame, and the share of the following one."""
+_NEAR = 1e-6
+"""A place this near to a frame is that frame: steps and times are rounded."""
 
 
 def pick_frames(
@@ -52,18 +53,16 @@ def pick_frames(
         real = _run(config, index, _random_start(config, index, rng, speed), speed)
     if config.reverse and rng.random() < config.reverse:
         real.reverse()
-    return _pad(config, index, real)
+    return _pad(config, index, real, start_frame)
 
 
 def fills(config: ClipConfig, index: VideoIndex, frames: int, start_frame: int | None = None) -> bool:
     """Whether a video has enough for a clip of so many frames, at whatever speed, from ``start_frame`` on where it is given."""
     longer = config.model_copy(update={"frames": frames})
-    speed = max(config.speed)
-    if start_frame is not None:
-        return 0 <= start_frame < index.info.frames and len(_run(longer, index, start_frame, speed)) == frames
-    if config.spans_video:
+    if start_frame is None and config.spans_video:
         return index.info.frames >= frames
-    return _last_start(longer, index, speed) >= 0
+    start = _first_start(config, index) if start_frame is None else start_frame
+    return 0 <= start < index.info.frames and len(_run(longer, index, start, max(config.speed))) == frames
 
 
 def shortage(config: ClipConfig, info: VideoInfo, start: int) -> str:
@@ -73,56 +72,80 @@ def shortage(config: ClipConfig, info: VideoInfo, start: int) -> str:
         start: the clip's first frame in display order; not 0 only where a row or a keyframe decided it.
     """
     speed = max(config.speed)
-    has, fewer = f"{info.frames} frames", "fewer frames"
+    has = f"{info.frames} frames"
     if config.fps is not None:
         seconds = config.frames * speed / config.fps
         has += f" in {info.duration_seconds:.4g} s"
         spans, least = f"a clip of {config.frames} at {config.fps:g} fps lasts {seconds:.4g} s", f"'min_seconds': {seconds:.4g}"
-        fewer = "a higher fps or fewer frames"
     else:
-        frames = math.ceil((config.frames - 1) * config.stride * speed) + 1
+        frames = _span(config, speed) + 1
         spans, least = f"a clip of {config.frames} with stride {config.stride} spans {frames}", f"'min_frames': {frames}"
-        fewer = "a smaller stride or fewer frames" if config.stride > 1 else fewer
     spans += f" at speed {speed:g}" if speed != 1 else ""
     if start:
         has += f", {info.frames - start} of them from the clip's start on"
     out = "let it start earlier" if start else f"leave short videos out with source={{'filter': {{{least}}}}}"
+    meant = f"clip={{'pad': {config.pad!r}}}"
     return (
-        f"{has}, and {spans}: the rest is padding, where batch['mask'] is False. Take {fewer}, {out}, or say that it is meant "
-        f"with clip={{'pad': {config.pad!r}}}. stats() counts all such clips as clips_padded; this is told once"
+        f"{has}, and {spans}: the rest is padding, where batch['mask'] is False. Take {_shorter(config)}, {out}, or say that "
+        f"it is meant with {meant}. stats() counts all such clips as clips_padded; this is told once"
     )
+
+
+def _shorter(config: ClipConfig) -> str:
+    """What makes a clip shorter, in words."""
+    if config.fps is not None:
+        return "a higher fps or fewer frames"
+    return "a smaller stride or fewer frames" if config.stride > 1 else "fewer frames"
+
+
+def _first_start(config: ClipConfig, index: VideoIndex) -> int:
+    """The first frame from which a clip may start."""
+    return int(index.keyframes[0]) if config.sampling == "keyframe" and len(index.keyframes) else 0
 
 
 def _last_start(config: ClipConfig, index: VideoIndex, speed: float) -> int:
     """The last frame from which the whole clip fits; negative when it fits nowhere."""
     if config.fps is None:
-        span = (config.frames - 1) * config.stride * speed
-        return index.info.frames - 1 - (math.ceil(span) if config.blend else round(span))
+        return index.info.frames - 1 - _span(config, speed)
     end = index.seconds[-1] - (config.frames - 1) * speed / config.fps
     return int(np.searchsorted(index.seconds, end + 1e-9, side="right")) - 1
 
 
 def _random_start(config: ClipConfig, index: VideoIndex, rng: np.random.Generator, speed: float) -> int:
-    """A random first frame among those from which the whole clip fits; 0 when it fits nowhere."""
+    """A random first frame among those from which the whole clip fits; the first of all when it fits nowhere."""
     last = _last_start(config, index, speed)
     if config.sampling != "keyframe":
         return int(rng.integers(last + 1)) if last >= 0 else 0
-    starts = index.keyframes
-    fitting = starts[starts <= last]
-    return int(rng.choice(fitting)) if len(fitting) else int(starts[0]) if len(starts) else 0
+    fitting = index.keyframes[index.keyframes <= last]
+    return int(rng.choice(fitting)) if len(fitting) else _first_start(config, index)
 
 
 def _run(config: ClipConfig, index: VideoIndex, start: int, speed: float) -> list[Place]:
     """Frames from ``start`` on by stride or by time, as many as the video has."""
     if config.fps is None:
-        steps = [k * config.stride * speed for k in range(config.frames)]
-        if not config.blend:
-            return [(start + round(step), 0.0) for step in steps if start + round(step) < index.info.frames]
-        return [(start + int(step), step % 1) for step in steps if start + step <= index.info.frames - 1]
+        steps = [_step(config, number, speed) for number in range(config.frames)]
+        return [(start + frame, share) for frame, share in steps if start + frame + (share > 0) < index.info.frames]
     times = index.seconds[start] + np.arange(config.frames) * speed / config.fps
     end = index.info.start_seconds + index.info.duration_seconds
     shown = [float(time) for time in times if time < end - 1e-6 or time == times[0]]
     return [_at(index, time, blend=config.blend) for time in shown]
+
+
+def _step(config: ClipConfig, number: int, speed: float) -> Place:
+    """Where a frame of a clip by stride lies, from the clip's first one on."""
+    step = number * config.stride * speed
+    return _between(int(step), step % 1) if config.blend else (round(step), 0.0)
+
+
+def _span(config: ClipConfig, speed: float) -> int:
+    """How far after its first frame a clip by stride needs the last one."""
+    frame, share = _step(config, config.frames - 1, speed)
+    return frame + (share > 0)
+
+
+def _between(frame: int, share: float) -> Place:
+    """A place between two frames; one of the two where the place is that frame, but for rounding."""
+    return (frame + 1, 0.0) if share > 1 - _NEAR else (frame, share if share > _NEAR else 0.0)
 
 
 def _at(index: VideoIndex, time: float, *, blend: bool) -> Place:
@@ -130,8 +153,7 @@ def _at(index: VideoIndex, time: float, *, blend: bool) -> Place:
     if not blend or frame + 1 >= index.info.frames:
         return frame, 0.0
     here, following = float(index.seconds[frame]), float(index.seconds[frame + 1])
-    share = (time - here) / (following - here) if following > here else 0.0
-    return frame, share if share > 1e-6 else 0.0  # a time on a frame, but for rounding, is that frame
+    return _between(frame, (time - here) / (following - here) if following > here else 0.0)
 
 
 def _segments(config: ClipConfig, frames: int, rng: np.random.Generator) -> list[int]:
@@ -144,14 +166,18 @@ def _segments(config: ClipConfig, frames: int, rng: np.random.Generator) -> list
     return [int(rng.integers(int(low), int(high))) for low, high in pairwise(edges)]
 
 
-def _pad(config: ClipConfig, index: VideoIndex, real: list[Place]) -> FramePick:
-    missing = config.frames - len(real)
+def _pad(config: ClipConfig, index: VideoIndex, real: list[Place], start_frame: int | None) -> FramePick:
+    info, missing = index.info, config.frames - len(real)
     if missing and config.pad == "error":
+        begin, has, row = "", "", ""
+        if start_frame is not None:
+            begin, has = f" from start_frame={start_frame} on", f"{info.frames - start_frame} of its "
+            row = "correct the row's start_frame, or "
         raise SampleError(
-            f"{index.info.path} is too short: {index.info.frames} frames at {index.info.fps:.3g} fps give {len(real)} of the "
+            f"{info.path} is too short{begin}: {has}{info.frames} frames at {info.fps:.3g} fps give {len(real)} of the "
             f"{config.frames} frames of a clip",
-            fix="use pad='repeat-last' or 'loop', fewer frames, or a smaller stride",
-            path=index.info.path,
+            fix=f"{row}use pad='repeat-last' or 'loop', {_shorter(config)}",
+            path=info.path,
         )
     if config.pad == "loop":
         filled = [real[k % len(real)] for k in range(config.frames)]

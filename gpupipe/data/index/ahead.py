@@ -23,7 +23,7 @@ _AT_A_TIME = 32
 _BEGIN_SECONDS = 0.1
 """How long the first videos are indexed in this process: about what the others take to get ready."""
 _PATIENCE_SECONDS = 20.0
-"""How long a decode thread waits for an index before it makes it itself: a process may never get ready."""
+"""How long a decode thread waits for an index before it makes it itself: a process may come to a standstill."""
 
 
 class IndexAhead:
@@ -51,6 +51,8 @@ class IndexAhead:
         """Places before the next one that are still to be done."""
         self._done: set[int] = set()
         self._working = min(workers, 1)
+        self._still = False
+        """A wait ran out, and nothing was done since: nobody waits for the like again."""
         self._stopping = False
         self._processes = [ScanProcess() for _ in range(workers)]
         self.threads = [
@@ -78,9 +80,13 @@ class IndexAhead:
         if place is None or place in self._done or indices.in_memory(path):
             return
         with self._changed:
-            self._changed.wait_for(
-                lambda: place in self._done or place >= self._room or not self._working or self._stopping, _PATIENCE_SECONDS
+            over = self._changed.wait_for(
+                lambda: place in self._done or place >= self._room or not self._working or self._stopping or self._still,
+                _PATIENCE_SECONDS,
             )
+            if not over:
+                self._still = True
+                self._changed.notify_all()
 
     def abandon(self) -> None:
         """Tells threads and processes to end, without waiting for them."""
@@ -147,6 +153,7 @@ class IndexAhead:
         """Says that videos are done, as far as can be ahead of their turn."""
         with self._changed:
             self._done.update(places)
+            self._still = False
             self._changed.notify_all()
 
     def _work(self, process: ScanProcess, is_first: bool) -> None:

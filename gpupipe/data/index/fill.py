@@ -6,12 +6,14 @@ import queue
 import threading
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing, suppress
+from functools import partial
 
 from gpupipe.data import index as indices
 from gpupipe.data.bytes.name import of_entry, working_folder
 from gpupipe.data.index.model import VideoIndex
+from gpupipe.data.scan.store import make
 from gpupipe.data.scan.worker import ScanProcess
-from gpupipe.data.stop import stoppable
+from gpupipe.data.stop import Stop, Stopped, stoppable
 from gpupipe.errors import GpupipeError
 from gpupipe.types import Entry
 
@@ -90,8 +92,8 @@ def _work(
     made: set[str] | None,
 ) -> None:
     try:
-        with stoppable(leaving.is_set):
-            _work_on(process, waiting, done, made)
+        with stoppable(leaving.is_set), suppress(Stopped):
+            _work_on(process, waiting, done, leaving.is_set, made)
     except BaseException as error:  # crosses to the caller, who raises it
         done.put(error)
     finally:
@@ -102,8 +104,11 @@ def _work_on(
     process: ScanProcess,
     waiting: queue.SimpleQueue[str],
     done: queue.SimpleQueue[tuple[str, Outcome] | BaseException],
+    stop: Stop,
     made: set[str] | None,
 ) -> None:
+    """Raises: Stopped: when ``stop()`` turned true."""
+    make_here = partial(make, stop=stop)
     while True:
         try:
             path = waiting.get_nowait()
@@ -111,13 +116,12 @@ def _work_on(
             return
         try:
             if not indices.known(path):
-                process.start()
                 try:
-                    indices.load(path, process.make)
+                    indices.load(path, process.make if process.start(stop) else make_here)
                 except GpupipeError:  # says that the process could not: find out here why
-                    indices.load(path)
+                    indices.load(path, make_here)
                 if made is not None:
                     made.add(path)
-            done.put((path, indices.load(path)))
+            done.put((path, indices.load(path, make_here)))
         except GpupipeError as error:
             done.put((path, error))
