@@ -42,7 +42,8 @@ SHORT_CASES = {
 }
 """Of benchmarks with many cases those that README.md shows."""
 PLACES = ("host", "device")
-LIMITS = ("limit", "headspace")
+FREE = "headspace"
+LIMITS = ("limit", FREE)
 """Subjects that are no loaders: what the hardware allows, and the loop whose data is free."""
 WITHOUT_LIMIT = ("wait_ms_p99",)
 """Metrics whose limit is nothing."""
@@ -75,13 +76,14 @@ def cell(row: dict[str, Any] | None) -> str:
 
 
 def compare(rows: list[dict[str, Any]]) -> list[str]:
-    """One table line for each case and metric that gpupipe and at least one peer have, and for each variant of gpupipe."""
+    """One table line for each case and metric that gpupipe and at least one peer have, or that has the loop with free data, and
+    for each variant of gpupipe."""
     lines = []
     groups: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row["case"], row["metric"]), {})[row["subject"]] = row
     for (_, metric), subjects in groups.items():
-        if metric in LEFT_OUT or not any(is_peer(name) for name in subjects):
+        if metric in LEFT_OUT or not any(is_peer(name) or name == FREE for name in subjects):
             continue
         lines += [line(row, subjects) for name, row in sorted(subjects.items()) if name not in LIMITS and not is_peer(name)]
     return lines
@@ -106,7 +108,8 @@ def line(own: dict[str, Any], subjects: dict[str, dict[str, Any]]) -> str:
     if limit is not None:
         over = quotient(own, limit)
         share = "–" if over is None else f"{100 * over:.0f} %"
-    peer = f"{best['subject']}: {cell(best)}" if best else "all failed"
+    none = "all failed" if any(map(is_peer, subjects)) else "none was run"
+    peer = f"{best['subject']}: {cell(best)}" if best else none
     variant = "" if own["subject"] == "gpupipe" else f"{own['subject'].removeprefix('gpupipe-')}: "
     return f"| {own['case']} | {own['metric']} | {variant}{cell(own)} | {peer} | {ratio} | {share} |"
 

@@ -115,6 +115,8 @@ def test_headspace_is_a_limit_and_no_peer() -> None:
     assert figures.compare(waits)[0].endswith("| 2.00x | – |"), "a loop that never waits is no measure of waiting"
     rows[0] = row("gpupipe", 0.0, better="lower")
     assert figures.compare(rows)[0].endswith("| – | – |"), "nothing is divided by nothing"
+    alone = [row("gpupipe", 4.0, better="lower"), row("headspace", 3.0, better="lower")]
+    assert figures.compare(alone) == ["| x | m | 4.00 (4.00–4.00) | none was run | – | 75 % |"]
 
 
 def test_readme_shows_the_headlines_alone() -> None:
