@@ -11,6 +11,7 @@ other, until the budget of time is used. README.md has the cases, the subjects, 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import shutil
@@ -86,9 +87,8 @@ class Job:
         command = [sys.executable, __file__, "--one-subject", self.subject, "--cases", *self.cases]
         for name in ("device", "media", "warmup", "windows", "seconds"):
             command += [f"--{name}", str(getattr(options, name))]
-        each = options.warmup + options.windows * options.seconds + 30
         begin = time.perf_counter()
-        lines, ending = answers(command, MARK, 40 + each * len(self.cases))
+        lines, ending = answers(command, MARK, limit_seconds(self.cases, options))
         self.seconds = time.perf_counter() - begin
         told = {line["case"]: line for line in lines}
         for case in self.cases:
@@ -112,6 +112,11 @@ class Job:
                     else failed(case, self.subject, metric, error, better)
                 )
         return made
+
+
+def limit_seconds(cases: list[str], options: argparse.Namespace) -> float:
+    """How long the process of a subject may take."""
+    return float(40 + (options.warmup + options.windows * options.seconds + 30) * len(cases))
 
 
 def metrics_of(case: str, device: str) -> list[str]:
@@ -150,6 +155,7 @@ def _reverse(jobs: list[Job]) -> list[Job]:
 
 def measure_subject(subject: str, options: argparse.Namespace) -> None:
     """Runs in a process of its own: prints a line of JSON for each case."""
+    faulthandler.dump_traceback_later(limit_seconds(options.cases, options) - 5)  # what hangs in a peer is ended without a word
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
