@@ -171,6 +171,92 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return len(one) == len(other) and all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one, other, strict=True))
 
 
+class InTraining(Attention):
+    """Has the usual names, and drops or masks in training by itself."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        p, causal = (0.5 * (self.what == "drops"), self.what == "masks") if self.training else (0.0, False)
+        return self.proj(functional.scaled_dot_product_attention(q, k, v, None, p, causal).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("what", ["drops", "masks"])
+def test_attention_with_the_usual_names_that_does_more_in_training_is_left_with_a_reason(what: str) -> None:
+    report = fuse(InTraining(what))
+    assert not [entry for entry in report.replaced if entry.said.startswith("attention")]
+    assert [entry for entry in report.left if "in training it does more" in entry.said]
+
+
+class Switched(Attention):
+    """Reads its own numbers and switches in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal, self.scale = False, 1.0
+        self.q_norm, self.k_norm = nn.Identity(), nn.Identity()
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(hidden_states).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k = self.q_norm(q) * self.scale, self.k_norm(k)
+        made = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        return self.proj(made.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: setattr(module, "num_heads", 4),
+        lambda module: setattr(module, "causal", True),
+        lambda module: setattr(module, "scale", 0.25),
+        lambda module: setattr(module, "q_norm", nn.LayerNorm(SIZE // 2)),
+        lambda module: module.q_norm.register_forward_hook(lambda _, inputs, out: 2 * out),
+    ],
+)
+def test_attention_that_was_changed_after_it_was_checked_runs_as_written(change: Callable[[Any], object]) -> None:
+    module, x = Switched().eval(), torch.randn(2, SIZE, SIZE)
+    written = copy.deepcopy(module)
+    assert [entry for entry in fuse(module).replaced if entry.said.startswith("attention")]
+    torch.testing.assert_close(module(x), written(x))
+    change(module)
+    change(written)
+    torch.testing.assert_close(module(x), written(x))
+    torch.testing.assert_close(module(hidden_states=x), written(x))
+
+
+class AsTimm(Attention):
+    """As timm writes it: the share that is dropped is read off a layer."""
+
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.head_dim, self.scale = SIZE // 2, (SIZE // 2) ** -0.5
+        self.q_norm, self.k_norm, self.norm = nn.LayerNorm(SIZE // 2), nn.LayerNorm(SIZE // 2), nn.Identity()
+        self.attn_drop, self.proj_drop = nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        p = self.attn_drop.p if self.training else 0.0
+        made = functional.scaled_dot_product_attention(self.q_norm(q), self.k_norm(k), v, dropout_p=p)
+        return self.proj_drop(self.proj(self.norm(made.transpose(1, 2).flatten(2))))
+
+
+@pytest.mark.parametrize("p", [0.0, 0.3])
+def test_a_layer_whose_share_is_read_and_one_behind_all_do_what_they_did(p: float) -> None:
+    module, x = AsTimm(p).train(), torch.randn(2, SIZE, SIZE)
+    written = copy.deepcopy(module)
+    assert [entry for entry in fuse(module).replaced if entry.said == "attention (self; norm layer head)"]
+    for mode in (True, False):
+        module.train(mode)
+        written.train(mode)
+        torch.manual_seed(1)
+        expected = written(x)
+        torch.manual_seed(1)
+        torch.testing.assert_close(module(x), expected)
+
+
 def test_attention_that_drops_in_training_is_not_taken_for_one_that_does_not() -> None:
     """What a function drops is found by trying; what a layer drops may be set later, and is looked at in each call."""
     functional_one = HandWritten(p=0.5)

@@ -12,7 +12,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,9 +23,9 @@ from gpupipe.config import LoaderConfig
 from gpupipe.data.bytes import Identity
 from gpupipe.data.group import Fixed, Position
 from gpupipe.data.order import Order
-from gpupipe.data.state import digest
+from gpupipe.data.state import digest, digest_of_labels, made_by
 from gpupipe.errors import ConfigError, OpenError
-from gpupipe.types import ClipRequest
+from gpupipe.types import ClipRequest, Entry
 
 SMALL: dict[str, Any] = {
     "clip": {"frames": 4, "stride": 2},
@@ -387,6 +389,26 @@ def test_what_is_no_longer_as_it_was_is_told_when_a_run_goes_on(
         other.load_state_dict(state)
     assert says in caplog.text
     assert bool(caplog.text) == bool(says)
+
+
+@pytest.mark.parametrize(
+    ("labels", "others", "same"),
+    [
+        ([0, 1, 2], [np.int64(0), np.int32(1), True + True], True),
+        ([0.5, 1.0, 2.0], [np.float32(0.5), 1.0, torch.tensor(2.0)], True),
+        ([np.zeros(3000)] * 3, [np.zeros(3000).tolist()] * 3, True),
+        ([np.zeros(3000)] * 3, [np.zeros(3000)] * 2 + [np.eye(1, 3000, 1500)[0]], False),
+    ],
+)
+def test_labels_are_the_same_by_their_numbers(labels: list[Any], others: list[Any], same: bool) -> None:
+    one, other = ([Entry("a.mp4", {"label": label}) for label in each] for each in (labels, others))
+    assert (digest_of_labels(one) == digest_of_labels(other)) == same
+
+
+def test_a_preset_and_its_fields_are_one() -> None:
+    named = LoaderConfig.parse({"transform": "kinetics_eval"})
+    fields = {name: getattr(named.transform, name) for name in type(named.transform).model_fields if name != "preset"}
+    assert made_by(named) == made_by(LoaderConfig.parse({"transform": fields}))
 
 
 def test_a_state_from_before_such_facts_were_kept_is_taken(videos: list[str], caplog: pytest.LogCaptureFixture) -> None:

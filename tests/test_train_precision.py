@@ -133,6 +133,23 @@ def test_momentum_begins_with_the_first_step_that_is_taken(dtype: str, clip: flo
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_fused_optimizer_that_took_up_the_state_of_another_steps_as_that_one(dtype: str) -> None:
+    """torch's load_state_dict takes over that the groups are not fused."""
+    precision, model = Precision({"dtype": dtype, "initial_scale": 16}), small()
+    trained = precision.prepare(model)
+    before = adamw(trained, fused=False)
+    take(precision, model, before, torch.randn(4, 8), clip=1.0)
+    optimizer = adamw(trained)
+    optimizer.load_state_dict(before.state_dict())
+    kept = values(model)
+    take(precision, model, optimizer, torch.randn(4, 8), clip=1.0)
+    assert not all(torch.equal(a, b) for a, b in zip(kept, values(model), strict=True))
+    kept = values(model)
+    take(precision, model, optimizer, torch.full((4, 8), float("inf")), clip=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(kept, values(model), strict=True))
+
+
 def test_a_sparse_gradient_is_refused_by_the_name_of_its_weight() -> None:
     precision, model = Precision({"dtype": "float32"}), nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
     optimizer = torch.optim.SGD(precision.prepare(model), lr=1.0)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
+import numpy as np
 from pydantic import Field
 
 from gpupipe.config import LoaderConfig
@@ -69,8 +70,25 @@ def digest_of_labels(entries: Sequence[Entry]) -> str:
     """What tells the labels of one list of videos from those of another; empty where none has one."""
     if not any("label" in entry.columns for entry in entries):
         return ""
-    joined = "\0".join(repr(entry.columns.get("label")) for entry in entries)
+    joined = "\0".join(_said(entry.columns.get("label")) for entry in entries)
     return hashlib.sha256(joined.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _said(label: Any) -> str:
+    """A label as text, the same for one number whatever its type."""
+    if label is None or isinstance(label, str):
+        return repr(label)
+    if isinstance(label, int):
+        return str(int(label))
+    try:
+        values = np.asarray(label)
+    except ValueError:  # lists of unlike lengths
+        return repr(label)
+    if values.dtype.kind not in "biuf":
+        return repr(label)
+    if values.ndim:
+        return f"{values.shape} {values.astype(np.float64).tobytes().hex()}"
+    return repr(float(values)) if values.dtype.kind == "f" else str(int(values))
 
 
 def digest_of_classes(names: Sequence[str]) -> str:
@@ -83,6 +101,7 @@ def made_by(config: LoaderConfig) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in ("clip", "transform"):
         _flatten(getattr(config, name).model_dump(mode="json", exclude_defaults=True), name, found)
+    found.pop("transform.preset", None)  # its fields are there
     return found
 
 

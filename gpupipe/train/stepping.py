@@ -10,8 +10,11 @@ import torch
 
 
 def divides(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer leaves out steps on the device, and divides gradients as it goes: torch's fused ones."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and not _begins(optimizer)
+    """Whether an optimizer leaves out steps on the device, and divides gradients as it goes: torch's fused ones. Of these
+    one may have got settings that are not, with the state of another."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return all(group.get("fused", True) for group in optimizer.param_groups) and not _begins(optimizer)
 
 
 def _begins(optimizer: torch.optim.Optimizer) -> bool:
@@ -30,7 +33,7 @@ def _begins(optimizer: torch.optim.Optimizer) -> bool:
 def known_to_the_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within the block GradScaler waits for whether gradients are finite, where an optimizer cannot leave out its step."""
     own: Any = optimizer
-    if not _begins(optimizer):
+    if divides(optimizer):
         yield
         return
     before = getattr(own, "_step_supports_amp_scaling", False)

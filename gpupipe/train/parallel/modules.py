@@ -162,16 +162,17 @@ class SplitAttention(Split):
         """The module as one of this rank's heads alone."""
         own = {name: getattr(self, name) for name in HEADS if isinstance(self.__dict__.get(name), int)}
         settings: dict[str, Any] = self.__dict__[FUSED].settings
-        known = settings.get("heads")
+        known: dict[str, Any] = {name: settings[name] for name in ("heads", "facts") if name in settings}
         self.__dict__.update({name: value // ranks for name, value in own.items()})
-        if known is not None:
-            settings["heads"] = known // ranks
+        if "heads" in known:
+            settings["heads"] = known["heads"] // ranks
+        if "facts" in known:  # what the module's numbers must still be
+            settings["facts"] = tuple((name, value // ranks if name in own else value) for name, value in known["facts"])
         try:
             yield
         finally:
             self.__dict__.update(own)
-            if known is not None:
-                settings["heads"] = known
+            settings.update(known)
 
     def _drops(self) -> bool:
         return any(isinstance(one, nn.Dropout) and one.training and one.p > 0 for one in self.modules())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpupipe.train.fused import Fused, Left
 from gpupipe.train.layout import joining_said
 from gpupipe.train.parts.attention import attended, headed, norm_over, normed_and_turned, project
-from gpupipe.train.parts.probe import Stub, attempt, passed, same
+from gpupipe.train.parts.probe import Stub, attempt, passed, same, silent
 from gpupipe.train.report import Entry
 
 _HEADS = ("num_heads", "num_attention_heads")
@@ -82,11 +84,35 @@ def _stubs(inside: tuple[str, ...]) -> dict[str, Stub]:
 def _drops_nothing_else(module: nn.Module, settings: dict[str, Any], width: int) -> bool:
     """Whether in training it does no more than otherwise but for what its ``Dropout`` layers do."""
     names = (*settings["behind"], *_NORMS)
-    others = [name for name, one in module.named_children() if name in names or isinstance(one, nn.Dropout)]
+    others = [name for name, _ in module.named_children() if name in names]
     x = _tokens(width)
-    trial = attempt(module, x, without=_stubs(settings["inside"]) | dict.fromkeys(others, passed), training=True)
+    with _nothing_dropped(module):
+        trial = attempt(module, x, without=_stubs(settings["inside"]) | dict.fromkeys(others, passed), training=True)
     result = trial.result if trial is not None else None
     return same(result[0] if isinstance(result, tuple) else result, _attention(x, settings["heads"]))
+
+
+@contextmanager
+def _nothing_dropped(module: nn.Module) -> Iterator[None]:
+    """With all that is known to drop at 0: each call looks at that by itself."""
+    drops: list[tuple[Any, str, float]] = [(one, "p", one.p) for one in module.children() if isinstance(one, nn.Dropout)]
+    if isinstance(found := getattr(module, "dropout_prob", None), float):
+        drops.append((module, "dropout_prob", found))
+    for one, name, _ in drops:
+        setattr(one, name, 0.0)
+    try:
+        yield
+    finally:
+        for one, name, share in drops:
+            setattr(one, name, share)
+
+
+def _facts(module: nn.Module) -> tuple[tuple[str, Any], ...]:
+    """The module's own numbers and switches, which its forward may read."""
+    kinds = (bool, int, float)
+    return tuple(
+        (name, value) for name, value in vars(module).items() if type(value) in kinds and name != "training" and name[0] != "_"
+    )
 
 
 class FusedSelfAttention(Fused):
@@ -110,7 +136,9 @@ class FusedSelfAttention(Fused):
             return None
         try:
             settings = cls._settings(module, children, linears, inside, width, counts)
-            return settings if settings is None or claims or _drops_nothing_else(module, settings, width) else None
+            if settings is not None and not _drops_nothing_else(module, settings, width):
+                raise Left("in training it does more than otherwise, which no Dropout layer of its own does")
+            return settings
         except Left:
             if claims:
                 raise
@@ -139,7 +167,7 @@ class FusedSelfAttention(Fused):
             return None
         stubs = _stubs(inside)
         behind = [name for name in linears if name not in inside]
-        stubs |= dict.fromkeys((*behind, *(name for name in _NORMS if name in children)), passed)
+        stubs |= dict.fromkeys((*behind, *(name for name in (*_NORMS, _LAST_DROP) if name in children)), passed)
         known = {*stubs, *(name for name, one in children.items() if isinstance(one, nn.Dropout | nn.Identity))}
         if len(behind) > 1 or not set(children) <= known:
             raise Left("it holds more than projections, norms of queries and keys, and a layer behind")
@@ -156,9 +184,18 @@ class FusedSelfAttention(Fused):
             raise Left("its norms of queries and keys are none of ours")
         if len(result) > 2 or any(value is not None for value in result[1:]):
             raise Left("it gives its probabilities back, which ours do not keep")
+        last = trial.order[-1:] == [_LAST_DROP]
+        normed = () if norms[0] == "none" else _NORMS
+        first, second = len(inside), len(inside) + len(normed)
+        called = [name for name in trial.order if name in (*inside, *normed, *behind)]
+        if (sorted(called[:first]), sorted(called[first:second]), called[second:]) != (sorted(inside), sorted(normed), behind):
+            raise Left("its layers are called in another order than those of ours")
         return {
             "heads": heads, "inside": inside, "behind": behind, "norm": norms[0],
             "gives": len(result) if isinstance(trial.result, tuple) else 0, "way": cls._way(module),
+            "last_drop": last and bool(behind), "facts": _facts(module), "count": len(children),
+            "widths": tuple(linears[name].out_features for name in inside),
+            "others": tuple((name, type(one)) for name, one in children.items() if name not in (*inside, *behind)),
         }  # fmt: skip
 
     @staticmethod
@@ -179,11 +216,12 @@ class FusedSelfAttention(Fused):
         layer: Any = getattr(fused, inside[0])
         return [Entry(name, "q, k, v", joining_said(layer.out_features, layer.weight.element_size()))]
 
-    def fused_forward(self, x: torch.Tensor, *rest: Any, **others: Any) -> Any:
+    def fused_forward(self, *args: Any, **others: Any) -> Any:
         settings = self.settings
-        given = [value for value in (*rest, *others.values()) if value is not None and value is not False]
-        if given or x.dim() != 3 or self._way(self) != settings["way"] or self._drops():
+        given = [value for value in (*args[1:], *others.values()) if value is not None and value is not False]
+        if not args or given or args[0].dim() != 3 or self._way(self) != settings["way"] or self._drops() or self._changed():
             return NotImplemented
+        x: torch.Tensor = args[0]
         heads, norm = settings["heads"], settings["norm"]
         layers = [getattr(self, name) for name in settings["inside"]]
         if len(layers) == 3:
@@ -194,16 +232,30 @@ class FusedSelfAttention(Fused):
         made = attended(*normed_and_turned(qkv, norm, q_norm, k_norm, None, None))
         for name in settings["behind"]:
             made = getattr(self, name)(made)
-            made = self._dropped(made)
+        if settings["last_drop"]:
+            made = getattr(self, _LAST_DROP)(made)
         return (made, *[None] * (settings["gives"] - 1)) if settings["gives"] else made
 
     def _drops(self) -> bool:
         """True where probabilities are dropped, which torch's attention would have to do."""
         if not self.training:
             return False
-        drops = (one.p for name, one in self.named_children() if isinstance(one, nn.Dropout) and name != _LAST_DROP)
+        last = _LAST_DROP if self.settings["last_drop"] else ""
+        drops = (one.p for name, one in self.named_children() if isinstance(one, nn.Dropout) and name != last)
         return bool(getattr(self, "dropout_prob", 0.0) or any(drops))
 
-    def _dropped(self, made: torch.Tensor) -> torch.Tensor:
-        drop = getattr(self, _LAST_DROP, None)
-        return made if drop is None else drop(made)  # type: ignore[no-any-return]
+    def _changed(self) -> bool:
+        """True where it is no longer what was looked at: a number or a switch of its own, a layer's width, or a layer in it."""
+        settings = self.settings
+        if any(getattr(self, name, None) != value for name, value in settings["facts"]):
+            return True
+        widths = zip(settings["inside"], settings["widths"], strict=True)
+        if any(getattr(getattr(self, name), "out_features", width) != width for name, width in widths):
+            return True
+        if len(self._modules) != settings["count"]:
+            return True
+        for name, kind in settings["others"]:
+            one = getattr(self, name, None)
+            if type(one) is not kind and not (isinstance(one, kind) and isinstance(one, Fused)):
+                return True
+        return not torch.compiler.is_compiling() and not silent(*(getattr(self, name, None) for name in _NORMS))
