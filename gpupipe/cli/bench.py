@@ -11,7 +11,7 @@ import typer
 from pydantic import Field
 
 from gpupipe.cli.console import Progress, check_writable, emit_json, existing, say, say_facts, size_text, to_json
-from gpupipe.config import LoaderConfig, SourceConfig, StageConfig
+from gpupipe.config import ClipConfig, LoaderConfig, SourceConfig, StageConfig
 from gpupipe.errors import ConfigError, GpupipeError
 
 _FEW_BATCHES = 10
@@ -246,12 +246,12 @@ def _headspace_facts(found: dict[str, Any] | None) -> list[tuple[str, str]]:
 
 def _clip_text(loader: dict[str, Any]) -> str:
     """What a clip is, by the loader's settings."""
-    clip, buckets = loader["clip"], loader["batch"]["buckets"]
+    clip, buckets = ClipConfig.parse(loader["clip"]), loader["batch"]["buckets"]
     height, width = loader["transform"]["size"]
-    step = f"stride {clip['stride']}" if clip["fps"] is None else f"{clip['fps']:g} frames a second"
-    if clip["sampling"] in ("uniform", "stratified"):
+    step = f"stride {clip.stride}" if clip.fps is None else f"{clip.fps:g} frames a second"
+    if clip.spans_video:
         step = "over the whole video"
-    return f"{clip['frames']} frames, {step}, {width}x{height}{', or as batch.buckets say' if buckets else ''}"
+    return f"{clip.frames} frames, {step}, {width}x{height}{', or as batch.buckets say' if buckets else ''}"
 
 
 def _say_report(report: dict[str, Any]) -> None:

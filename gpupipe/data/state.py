@@ -62,16 +62,14 @@ def digest(paths: Sequence[str], mixture: Mixture | None = None) -> str:
     """What tells one list of videos, and how they are mixed, from another; the folder that holds all of them may move."""
     common = os.path.commonprefix([min(paths), max(paths)])  # noqa: RUF071  commonpath() refuses relative beside absolute
     start = common.rfind(os.sep) + 1
-    joined = "\0".join([*(path[start:] for path in paths), repr(mixture)])
-    return hashlib.sha256(joined.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return _digest("\0".join([*(path[start:] for path in paths), repr(mixture)]).encode("utf-8", "surrogatepass"))
 
 
 def digest_of_labels(entries: Sequence[Entry]) -> str:
     """What tells the labels of one list of videos from those of another; empty where none has one."""
     if not any("label" in entry.columns for entry in entries):
         return ""
-    joined = "\0".join(_said(entry.columns.get("label")) for entry in entries)
-    return hashlib.sha256(joined.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return _digest("\0".join(_said(entry.columns.get("label")) for entry in entries).encode("utf-8", "surrogatepass"))
 
 
 def _said(label: Any) -> str:
@@ -87,13 +85,17 @@ def _said(label: Any) -> str:
     if values.dtype.kind not in "biuf":
         return repr(label)
     if values.ndim:
-        return f"{values.shape} {values.astype(np.float64).tobytes().hex()}"
+        return f"{values.shape} {_digest(values.astype(np.float64).tobytes())}"
     return repr(float(values)) if values.dtype.kind == "f" else str(int(values))
 
 
 def digest_of_classes(names: Sequence[str]) -> str:
     """What tells the names of classes in the order of their numbers; empty where they have none."""
-    return hashlib.sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()[:32] if names else ""
+    return _digest("\0".join(names).encode("utf-8", "surrogatepass")) if names else ""
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:32]
 
 
 def made_by(config: LoaderConfig) -> dict[str, Any]:
@@ -133,7 +135,7 @@ def to_dict(job: Job, position: Position) -> dict[str, Any]:
         "stuck": sorted(job.stuck_in),
         "classes": job.classes,
         "labels": job.labels,
-        "made": job.made,
+        "made": dict(job.made),
     }
 
 

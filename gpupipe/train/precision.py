@@ -270,7 +270,7 @@ class Precision:
             for each in stepping:
                 self._scaler.unscale_(each)
         grads = [value.grad for value in values]
-        norm = self._norm(values)
+        norm = self._norm(values, grads)
         divisor: torch.Tensor | None = None
         if clip is not None and self._scaler is None and all(map(divides, stepping)) and not any(map(is_sharded, grads)):
             divisor = ((norm + MARGIN) / clip).clamp(min=1.0)  # by the optimizer's own pass: one over the gradients less
@@ -297,16 +297,16 @@ class Precision:
                 torch._foreach_copy_(locals_of(self._low), locals_of(self.masters.values()))
         return norm
 
-    def _norm(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The norm of all gradients.
+    def _norm(self, values: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The norm of the gradients of ``values``.
 
         Raises:
             ConfigError: for sparse ones, of which torch has none.
         """
         try:
-            return total_norm([value.grad for value in values if value.grad is not None])
-        except (NotImplementedError, RuntimeError) as error:
-            sparse = next((value for value in values if value.grad is not None and value.grad.layout != torch.strided), None)
+            return total_norm(grads)
+        except RuntimeError as error:
+            sparse = next((value for value, grad in zip(values, grads, strict=True) if grad.layout != torch.strided), None)
             if sparse is None:
                 raise
             name = self._trained[id(sparse)][0] if id(sparse) in self._trained else f"a tensor {tuple(sparse.shape)}"

@@ -12,9 +12,14 @@ import torch
 def divides(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer leaves out steps on the device, and divides gradients as it goes: torch's fused ones. Of these
     one may have got settings that are not, with the state of another."""
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not _scales(optimizer):
         return False
     return all(group.get("fused", True) for group in optimizer.param_groups) and not _begins(optimizer)
+
+
+def _scales(optimizer: torch.optim.Optimizer) -> bool:
+    """What GradScaler goes by: it waits for the host with those of which this is not true."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def _begins(optimizer: torch.optim.Optimizer) -> bool:
@@ -32,16 +37,15 @@ def _begins(optimizer: torch.optim.Optimizer) -> bool:
 @contextmanager
 def known_to_the_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Within the block GradScaler waits for whether gradients are finite, where an optimizer cannot leave out its step."""
-    own: Any = optimizer
-    if divides(optimizer):
+    if not _scales(optimizer) or divides(optimizer):
         yield
         return
-    before = getattr(own, "_step_supports_amp_scaling", False)
+    own: Any = optimizer
     own._step_supports_amp_scaling = False
     try:
         yield
     finally:
-        own._step_supports_amp_scaling = before
+        own._step_supports_amp_scaling = True
 
 
 def step_if_finite(optimizer: torch.optim.Optimizer, norm: torch.Tensor, divisor: torch.Tensor | None = None) -> None:
