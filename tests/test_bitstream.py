@@ -25,7 +25,7 @@ from gpupipe.data.scan.bitstream.nal import (
     unescape,
     units,
 )
-from gpupipe.data.scan.bitstream.reference import opening, picture_of
+from gpupipe.data.scan.bitstream.reference import Picture, opening, picture_of
 from gpupipe.data.scan.bitstream.sequence import sequences
 from gpupipe.data.scan.bitstream.sets import ParameterSets
 from gpupipe.data.scan.bitstream.start import is_start_point
@@ -213,6 +213,14 @@ def test_a_picture_with_parameter_sets_or_a_reference_is_kept() -> None:
     assert picture_of("hevc", START_CODE + bytes([0 << 1, 8 | 1]), 0)[:3] == (0, False, False), "another layer than the base"
     assert picture_of("vp9", free, 0)[:3] == (0, False, False)
     assert picture_of("h264", b"", 4)[:3] == (0, False, False)
+
+
+@pytest.mark.parametrize("byte", [*range(256)])
+def test_a_packet_of_one_unit_is_told_like_any_other(byte: int) -> None:
+    unit = bytes([byte]) + b"\x9a\x12"
+    assert picture_of("h264", b"\0\0\0\3" + unit, 4) == picture_of("h264", b"\0\3" + unit, 2)
+    assert picture_of("h264", b"\0\0\0\4" + unit, 4) == picture_of("h264", b"\0\4" + unit, 2), "its length is wrong"
+    assert picture_of("h264", b"\0\0\0" + bytes([byte]), 4) == Picture(empty=byte == 0), "and nothing after it"
 
 
 @pytest.mark.parametrize("length_size", [0, 1, 2, 4])

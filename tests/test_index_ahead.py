@@ -8,12 +8,14 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from gpupipe.data import index
 from gpupipe.data.bytes import Identity
+from gpupipe.data.bytes.held import hold
 from gpupipe.data.child import Child
 from gpupipe.data.index.ahead import IndexAhead
 from gpupipe.data.index.fill import fill
@@ -115,24 +117,92 @@ def test_the_first_videos_are_indexed_here_and_told_of_together(
 
     def watched(identity: Identity, stop: Stop) -> tuple[bytes, str]:
         made.append(identity.path)
-        assert released.wait(60)
+        assert identity.path != videos[2] or released.wait(60)
         return store.make(identity, stop)
 
     monkeypatch.setattr("gpupipe.data.index.ahead.make", watched)
     monkeypatch.setattr("gpupipe.data.index.ahead._BEGIN_SECONDS", seconds)
-    ahead = started(videos, workers=2, first=3)
+    monkeypatch.setattr(ScanProcess, "heard", False)
+    monkeypatch.setattr(ScanProcess, "start", lambda *_: released.wait(60) and False)
+    ahead = IndexAhead(videos, workers=2, first=3)
     waiting = threading.Thread(target=ahead.wait_for, args=(videos[0],))
     waiting.start()
     waiting.join(0.1)
-    assert waiting.is_alive() or not seconds, "it is told when all three are done"
+    ahead.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "it is told when all three are done"
     released.set()
     for path in videos:
         ahead.wait_for(path)
-        assert path == videos[1] or index.in_memory(path)
-    assert made == (videos[:3] if seconds else [])
+    assert made == (videos if seconds else []), "until a process is ready"
     waiting.join(10)
     assert not waiting.is_alive()
     ended(ahead)
+
+
+def test_a_process_takes_over_once_it_is_ready(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for first goes to whoever is ready first."""
+    ready = threading.Event()
+    here: list[str] = []
+
+    def watched(identity: Identity, stop: Stop) -> tuple[bytes, str]:
+        here.append(identity.path)
+        ready.set()
+        return store.make(identity, stop)
+
+    start = ScanProcess.start
+
+    def late(process: ScanProcess, stop: Stop) -> bool:
+        assert ready.wait(60)
+        return start(process, stop)
+
+    monkeypatch.setattr("gpupipe.data.index.ahead.make", watched)
+    monkeypatch.setattr(ScanProcess, "heard", property(lambda _: ready.is_set()))
+    monkeypatch.setattr(ScanProcess, "start", late)
+    ahead = started(videos, workers=2, first=4)
+    ended(ahead)
+    assert here == videos[:1]
+    assert [index.in_memory(path) for path in videos] == [True, False, True, True]
+
+
+def test_a_process_is_asked_for_several_videos_while_there_are_enough(
+    clips: dict[str, Path], tmp_path: Path, fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    videos = [str(shutil.copy(clips["h264"], tmp_path / f"{k}.mp4")) for k in range(12)]
+    asked: list[int] = []
+    make_all = ScanProcess.make_all
+
+    def watched(process: ScanProcess, identities: Sequence[Identity]) -> list[tuple[bytes, str] | None]:
+        asked.append(len(identities))
+        return make_all(process, identities)
+
+    monkeypatch.setattr(ScanProcess, "make_all", watched)
+    ended(started(videos, workers=1))
+    assert asked == [1, 2, 4, 4, 1]
+    assert all(index.in_memory(path) for path in videos)
+    index._indices.clear()
+    for file in fresh_cache.rglob("*.gpx"):
+        file.unlink()
+    asked.clear()
+    ended(started(videos, workers=4))
+    assert max(asked) <= 2, "each has a share"
+
+
+def test_a_bad_video_is_alone_to_fail_among_those_asked_for_together(videos: list[str]) -> None:
+    held = hold(lambda: 1 / 0, "gone", like=b"something")
+    process = ScanProcess()
+    assert process.start()
+    identities = [*map(Identity.of, videos), Identity(held.name, 9, 0, "digest")]
+    made = process.make_all(identities)
+    assert [one is None for one in made] == [False, True, False, False, True]
+    assert made[0] == store.make(identities[0])
+    process.close()
+
+
+def test_as_many_processes_as_videos(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead = started(videos[2:], workers=4)
+    ended(ahead)
+    assert [thread.ident is None for thread in ahead.threads] == [False, False, True, True]
 
 
 def test_no_process_is_started_while_all_indices_are_there(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,12 +280,12 @@ def test_a_worker_whose_process_died_leaves_the_rest_to_the_others(videos: list[
     """Its own video is given up at once, and it takes no further one."""
     taken: list[str] = []
 
-    def dying(process: ScanProcess, identity: Identity) -> tuple[bytes, str]:
-        taken.append(identity.path)
+    def dying(process: ScanProcess, identities: Sequence[Identity]) -> list[tuple[bytes, str] | None]:
+        taken.extend(identity.path for identity in identities)
         process.end()
-        raise OpenError("it died", path=identity.path)
+        raise OpenError("it died", path=taken[-1])
 
-    monkeypatch.setattr(ScanProcess, "make", dying)
+    monkeypatch.setattr(ScanProcess, "make_all", dying)
     ahead = started(videos, workers=1)
     for path in videos:
         ahead.wait_for(path)
@@ -275,11 +345,11 @@ def test_after_one_wait_in_vain_no_other_video_is_waited_for(videos: list[str], 
     monkeypatch.setattr("gpupipe.data.index.ahead._PATIENCE_SECONDS", 1.0)
     going_on = threading.Event()
 
-    def standing(process: ScanProcess, identity: Identity) -> tuple[bytes, str]:
+    def standing(process: ScanProcess, identities: Sequence[Identity]) -> list[tuple[bytes, str] | None]:
         going_on.wait(60)
-        raise OpenError("it was ended", path=identity.path)
+        raise OpenError("it was ended", path=identities[0].path)
 
-    monkeypatch.setattr(ScanProcess, "make", standing)
+    monkeypatch.setattr(ScanProcess, "make_all", standing)
     ahead = started(videos, workers=1)
     begin = time.monotonic()
     for path in [videos[0], *videos[2:] * 5]:

@@ -80,6 +80,18 @@ class Child:
                 self._refused = error
         return self._ready
 
+    def begin(self) -> None:
+        """Starts the process and does not wait; :meth:`start` then does, and tells whether it came to anything."""
+        with suppress(OSError, ValueError):
+            self._started()
+
+    @property
+    def heard(self) -> bool:
+        """True once :meth:`start` would not wait, or an answer has begun to come."""
+        if self._process is None or self._process.stdout is None:
+            return True
+        return _readable(self._process.stdout, 0.0)
+
     @property
     def why(self) -> str:
         """What is known of a start that came to nothing."""
@@ -197,18 +209,23 @@ def serve(answer: Callable[[dict[str, Any]], Sequence[bytes]]) -> None:
 
 
 def _wait(stream: IO[bytes], stop: Stop) -> None:
-    """Waits until there is something to read. Not by ``select.select``, which knows no descriptors beyond 1023.
+    """Waits until there is something to read.
 
     Raises:
         Stopped: when ``stop()`` turned true.
     """
-    if stop is never or not hasattr(select, "poll"):
-        return
-    poll = select.poll()
-    poll.register(stream, select.POLLIN)
-    while not poll.poll(1000 * _ASK_SECONDS):
+    while stop is not never and not _readable(stream, _ASK_SECONDS):
         if stop():
             raise Stopped
+
+
+def _readable(stream: IO[bytes], seconds: float) -> bool:
+    """Whether there is something to read within this time. Not by ``select.select``, which knows no descriptors beyond 1023."""
+    if not hasattr(select, "poll"):
+        return True
+    poll = select.poll()
+    poll.register(stream, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _read_parts(stream: BinaryIO | Any) -> list[bytes]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
-from gpupipe.types import Entry
+if TYPE_CHECKING:
+    from gpupipe.types import Entry
 
 HELD = "held://"
 """Begins the name of a video whose bytes the program holds: see :mod:`gpupipe.data.bytes.held`."""

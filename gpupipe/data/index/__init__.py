@@ -14,7 +14,7 @@ from gpupipe.device import disk
 from gpupipe.errors import OpenError
 from gpupipe.telemetry import log
 
-__all__ = ["VideoIndex", "at_hand", "cached", "in_memory", "known", "load"]
+__all__ = ["VideoIndex", "at_hand", "cached", "in_memory", "known", "load", "take"]
 
 Maker = Callable[[Identity], tuple[bytes, str]]
 """Scans a file and stores its record: returns the record, and why it could not be stored."""
@@ -111,11 +111,17 @@ def cached(identity: Identity) -> VideoIndex | None:
 def _read_or_make(identity: Identity, maker: Maker) -> VideoIndex:
     index = cached(identity)
     if index is None:
-        record, not_stored = maker(identity)
-        if not_stored:
-            _tell_once(str(disk.cache_dir()), not_stored)
-        index = VideoIndex.parse(record, identity)
-        assert index is not None
+        return take(identity, *maker(identity))
+    _remember(index)
+    return index
+
+
+def take(identity: Identity, record: bytes, not_stored: str) -> VideoIndex:
+    """The index of what a maker has returned for a file, kept in memory."""
+    if not_stored:
+        _tell_once(str(disk.cache_dir()), not_stored)
+    index = VideoIndex.parse(record, identity)
+    assert index is not None
     _remember(index)
     return index
 

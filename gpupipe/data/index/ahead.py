@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 
 from gpupipe.data import index as indices
+from gpupipe.data.bytes import Identity
 from gpupipe.data.scan.store import make
 from gpupipe.data.scan.worker import ScanProcess
 from gpupipe.data.stop import Stopped, stoppable
@@ -20,8 +21,11 @@ _AHEAD = 256
 """Videos indexed before the one whose turn it is, at most."""
 _AT_A_TIME = 32
 """Videos for which there is room again before a thread is woken: one for each would cost those that decode, and the user's."""
-_BEGIN_SECONDS = 0.1
-"""How long the first videos are indexed in this process: about what the others take to get ready."""
+_TOGETHER = 4
+"""Videos that a process is asked for at once, after smaller beginnings. A thread that takes an answer must win the interpreter
+lock from those that decode, for which its process would wait at each video."""
+_BEGIN_SECONDS = 1.0
+"""How long the first videos are indexed in this process at most, until another is ready to do that."""
 _PATIENCE_SECONDS = 20.0
 """How long a decode thread waits for an index before it makes it itself: a process may come to a standstill."""
 
@@ -30,13 +34,13 @@ class IndexAhead:
     """Loads the indices of videos in the order in which they will be decoded; new ones are made by processes.
 
     A video that cannot be indexed is left for its turn, when the error finds its place. No process is started as long as all
-    indices are there. The first few new ones are indexed in this process while the others get ready, and told of together: as
-    soon as decode threads are busy, a demux would starve here.
+    indices are there. New ones are indexed in this process until another is ready, the first few told of together: as soon as
+    decode threads are busy, a demux starves here.
 
     Args:
         paths: videos in decoding order.
         workers: threads, each with a process that it starts when it first needs one; 0 loads nothing ahead.
-        first: videos to index in this process, at most, where PyAV has been imported already.
+        first: videos to tell of together at the beginning, where PyAV has been imported already; 0 leaves all to processes.
     """
 
     def __init__(self, paths: Sequence[str], workers: int, first: int = 0) -> None:
@@ -45,7 +49,7 @@ class IndexAhead:
         # On a lock that may be taken again: garbage collection may call abandon() in a thread that is inside advance().
         self._changed = threading.Condition()
         self._room = _AHEAD
-        self._first = min(first, len(self._paths)) if "av" in sys.modules else 0
+        self._first = first if "av" in sys.modules else 0
         self._next_place = 0
         self._left: deque[int] = deque()
         """Places before the next one that are still to be done."""
@@ -96,37 +100,38 @@ class IndexAhead:
         for process in self._processes:
             process.end()
 
-    def _next(self) -> int | None:
-        """The next place, once there is room for it; None when there are no more or the work is to end."""
+    def _next(self, most: int, *, wait: bool = True) -> list[int]:
+        """The next places, once there is room for one; none when there are no more, the work is to end, or nobody waits."""
         with self._changed:
             count = len(self._paths)
-            self._changed.wait_for(
-                lambda: self._stopping or self._left or self._next_place < self._room or self._next_place >= count
-            )
-            if self._left and not self._stopping:
-                return self._left.popleft()
-            if self._stopping or self._next_place >= count:
-                return None
-            self._next_place += 1
-            return self._next_place - 1
+            if wait:
+                self._changed.wait_for(
+                    lambda: self._stopping or self._left or self._next_place < self._room or self._next_place >= count
+                )
+            if self._stopping:
+                return []
+            if self._left:
+                return [self._left.popleft()]
+            room = min(count, self._room) - self._next_place
+            few = min(most, max(1, room // len(self._processes)), room)  # the others have to have work too
+            self._next_place += few
+            return list(range(self._next_place - few, self._next_place))
 
-    def _pass_known(self) -> int | None:
-        """Goes through the videos whose indices are there already; the place of the first one that is new, or None."""
-        while (place := self._next()) is not None:
+    def _new(self, places: Sequence[int]) -> list[int]:
+        """Those whose indices are not there yet; tells of the others."""
+        new = []
+        for place in places:
             with suppress(GpupipeError, Stopped):
-                if indices.known(self._paths[place]):
-                    self._tell([place])
-                    continue
-            return place
-        return None
+                if not indices.known(self._paths[place]):
+                    new.append(place)
+        self._tell(place for place in places if place not in new)
+        return new
 
-    def _begin(self, place: int) -> None:
-        """Starts the other threads; meanwhile indexes the first videos here, from ``place`` on, for as long as is worth it."""
-        first = range(place, self._first)
+    def _start_others(self) -> None:
+        """As many more threads as there are videos for."""
         with self._changed:
-            self._next_place = max(self._next_place, self._first)
-            self._left.extend([] if first else [place])
-        for thread in self.threads[1:]:
+            places = len(self._paths) - self._next_place + len(self._left)
+        for thread in self.threads[1:places]:
             with self._changed:
                 if self._stopping:
                     break
@@ -137,46 +142,69 @@ class IndexAhead:
                 with self._changed:
                     self._working -= 1
                 break
+
+    def _begin(self, process: ScanProcess) -> None:
+        """Indexes videos here until a process is ready."""
+        process.begin()
         until = time.monotonic() + _BEGIN_SECONDS
-        done = place
+        first: list[int] | None = []
         try:
-            while done < first.stop and not self._stopping and time.monotonic() < until:
+            while not process.heard and time.monotonic() < until and (places := self._next(1, wait=False)):
                 with suppress(GpupipeError, Stopped):
-                    indices.load(self._paths[done], partial(make, stop=lambda: self._stopping))
-                done += 1
+                    indices.load(self._paths[places[0]], partial(make, stop=lambda: self._stopping))
+                first = None if first is None else [*first, *places]
+                if first is None or len(first) >= self._first:
+                    self._tell(first or places)
+                    first = None
         finally:
-            with self._changed:
-                self._left.extend(range(done, first.stop))
-            self._tell(range(place, done))
+            self._tell(first or ())
 
     def _tell(self, places: Iterable[int]) -> None:
         """Says that videos are done, as far as can be ahead of their turn."""
-        with self._changed:
-            self._done.update(places)
-            self._still = False
-            self._changed.notify_all()
+        done = set(places)
+        if done:
+            with self._changed:
+                self._done |= done
+                self._still = False
+                self._changed.notify_all()
 
     def _work(self, process: ScanProcess, is_first: bool) -> None:
-        with stoppable(lambda: self._stopping):
+        with stoppable(lambda: self._stopping), suppress(Stopped):
             self._index(process, is_first)
 
     def _index(self, process: ScanProcess, is_first: bool) -> None:
+        few = 1
         try:
-            if is_first:
-                place = self._pass_known()
-                if place is None:
-                    return
-                self._begin(place)
-            while not process.ended and (place := self._next()) is not None:
-                try:
-                    with suppress(GpupipeError, Stopped):
-                        path = self._paths[place]
-                        if not indices.known(path) and process.start(lambda: self._stopping):
-                            indices.load(path, process.make)
-                finally:
-                    self._tell([place])
+            while not process.ended and (places := self._next(few)):
+                places = self._new(places)
+                if places and not process.ready:
+                    with self._changed:  # whoever is ready first shall have them
+                        self._left.extendleft(reversed(places))
+                        self._changed.notify_all()
+                    if is_first:
+                        self._start_others()
+                    if is_first and places[0] < self._first:  # later decode threads are busy
+                        self._begin(process)
+                    if not process.start(lambda: self._stopping):
+                        return
+                elif places:
+                    few = min(2 * few, _TOGETHER)
+                    self._ask(process, places)
         finally:
             with self._changed:
                 self._working -= 1
                 self._changed.notify_all()
             process.close()
+
+    def _ask(self, process: ScanProcess, places: Sequence[int]) -> None:
+        try:
+            asked: list[Identity] = []
+            for place in places:
+                with suppress(GpupipeError, Stopped):
+                    asked.append(Identity.of(self._paths[place]))
+            with suppress(GpupipeError, Stopped):
+                for identity, made in zip(asked, process.make_all(asked), strict=True):
+                    if made is not None:
+                        indices.take(identity, *made)
+        finally:
+            self._tell(places)

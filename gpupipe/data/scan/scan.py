@@ -23,11 +23,12 @@ from gpupipe.data.scan.bitstream.start import is_start_point
 from gpupipe.data.scan.demux import decoded, open_video, whole_packets
 from gpupipe.data.stop import Stop, Stopped, never
 from gpupipe.errors import OpenError
-from gpupipe.types import Rotation
 
 if TYPE_CHECKING:
     from av.container import InputContainer
     from av.video.stream import VideoStream
+
+    from gpupipe.types import Rotation
 
 _DATA_AFTER_POS = {"matroska,webm": 4, "flv": 16}
 """Bytes between a packet's ``pos`` and its data; 0 elsewhere. Every packet is compared before this is relied on."""
@@ -245,7 +246,7 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
         height=source.height,
         time_base=Fraction(stream.time_base or Fraction(1, 90000)),  # MPEG's own clock where the container does not say
         average_rate=float(stream.average_rate or 25),
-        rotation=cast(Rotation, rotation if rotation in (90, 180, 270) else 0),
+        rotation=cast("Rotation", rotation if rotation in (90, 180, 270) else 0),
         color_matrix=matrix,
         color_range=sample_range,
         transfer=_TRANSFERS.get(int(context.color_trc)),

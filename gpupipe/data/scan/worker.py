@@ -7,6 +7,8 @@ demux. So videos that are met while an epoch runs are scanned here.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from functools import cache
 from typing import Any
 
@@ -53,17 +55,37 @@ class ScanProcess(Child):
         Raises:
             OpenError: when it cannot be made there: the file's own turn will tell why.
         """
+        (made,) = self.make_all([identity])
+        if made is None:
+            raise OpenError(f"{identity.path} could not be scanned ahead of its turn", path=identity.path)
+        return made
+
+    def make_all(self, identities: Sequence[Identity]) -> list[tuple[bytes, str] | None]:
+        """As :meth:`make` for each; None for one that cannot be made there.
+
+        Raises:
+            OpenError: when the process has ended.
+        """
         begin = time.monotonic()
+        limit = _LIMIT_SECONDS * len(identities)
         try:
-            with held.shared(identity.path) as at:
-                request = {"identity": identity.as_dict(), "at": at}
-                record, not_stored = self.ask(request, lambda: self._ended or time.monotonic() - begin > _LIMIT_SECONDS)
+            with ExitStack() as lent:
+                files = [{"identity": identity.as_dict(), "at": _lent(identity, lent)} for identity in identities]
+                parts = self.ask({"files": files}, lambda: self._ended or time.monotonic() - begin > limit)
         except (ChildEnded, Stopped) as error:
             self.end()
-            raise OpenError(f"the scanning process ended while it read {identity.path}", path=identity.path) from error
-        if not record:
-            raise OpenError(f"{identity.path} could not be scanned ahead of its turn", path=identity.path)
-        return record, not_stored.decode()
+            path = identities[0].path
+            raise OpenError(f"the scanning process ended while it read {path}", path=path) from error
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        return [(record, not_stored.decode()) if record else None for record, not_stored in pairs]
+
+
+def _lent(identity: Identity, lent: ExitStack) -> str | None:
+    """Where the process finds the bytes of a video that only this program has; it will say that it found none where these
+    cannot be had."""
+    with suppress(GpupipeError):
+        return lent.enter_context(held.shared(identity.path))
+    return None
 
 
 @cache  # told once
@@ -74,10 +96,13 @@ def _tell_of_the_late() -> None:
     )
 
 
-def _answer(request: dict[str, Any]) -> tuple[bytes, bytes]:
+def _answer(request: dict[str, Any]) -> list[bytes]:
+    return [part for file in request["files"] for part in _made(Identity(**file["identity"]), file["at"])]
+
+
+def _made(identity: Identity, at: str | None) -> tuple[bytes, bytes]:
     try:
-        identity = Identity(**request["identity"])
-        with held.lent(identity.path, request["at"]):
+        with held.lent(identity.path, at):
             record, not_stored = make(identity)
     except GpupipeError:
         return b"", b""
