@@ -286,6 +286,7 @@ def test_a_benchmark_of_clips_runs_on_the_cpu(benchmark: str, subjects: set[str]
     rates = {row["subject"]: row for row in data["rows"] if row["metric"] == "clips_per_s"}
     assert set(rates) == subjects
     assert all(row["value"] is not None for row in rates.values()), rates
+    assert {row["subject"] for row in data["rows"] if row["metric"] == "clips_per_s_warm" and row["value"] > 0} == subjects
 
 
 @pytest.mark.slow
