@@ -22,15 +22,16 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import train_lengths
 from clip_rates import warm_up
-from common import RESULTS, Better, Row, answers, commit, failed, summarise, write_results
+from common import NOT_BEGUN, RESULTS, Better, Row, answers, commit, failed, summarise, write_results
 from loader_cases import Case, draw
 from make_media import make
-from train_loop import Measured, Plan, measure
+from train_loop import START_SECONDS, Begins, Measured, Plan, measure
 from train_steps import VIT_B, VIT_TINY, Step, many_small, vit
 from train_subjects import SUBJECTS
 
@@ -82,17 +83,24 @@ class Job:
     found: dict[str, dict[str, list[float]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
     errors: dict[tuple[str, str], str] = field(default_factory=dict)
 
-    def turn(self, options: argparse.Namespace) -> None:
-        """Measures in a process of its own, so that a crash is an error and nothing that it holds stays behind."""
+    def turn(self, options: argparse.Namespace, left: float) -> None:
+        """Measures in a process of its own, so that a crash is an error and nothing that it holds stays behind.
+
+        Args:
+            left: seconds that it may take at most.
+        """
         command = [sys.executable, __file__, "--one-subject", self.subject, "--cases", *self.cases]
         for name in ("device", "media", "warmup", "windows", "seconds"):
             command += [f"--{name}", str(getattr(options, name))]
         begin = time.perf_counter()
-        lines, ending = answers(command, MARK, limit_seconds(self.cases, options))
+        lines, ending = answers(command, MARK, min(left, limit_seconds(self.cases, options)))
         self.seconds = time.perf_counter() - begin
-        told = {line["case"]: line for line in lines}
+        told = {line["case"]: line for line in lines}  # the last one of each
         for case in self.cases:
-            line = told.get(case, {"values": {}, "errors": dict.fromkeys(metrics_of(case, options.device), ending)})
+            line = told.get(case, {"values": {}, "errors": {}, "stage": "before it began"})
+            if "stage" in line:
+                missing = [metric for metric in metrics_of(case, options.device) if metric not in line["values"]]
+                line["errors"] = dict.fromkeys(missing, f"{ending} {line['stage']}") | line["errors"]
             for metric, values in line["values"].items():
                 self.found[case][metric] += values
             for metric, error in line["errors"].items():
@@ -135,17 +143,22 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
 
 
 def take_turns(jobs: list[Job], options: argparse.Namespace, told: Callable[[], object]) -> None:
-    """All jobs once, then in another order, as far as the budget goes; ``told`` is called after each.
+    """All jobs, then in another order, as far as the budget goes; ``told`` is called after each.
 
-    A job without one figure does not come again.
+    A job without one figure does not come again. One that was never begun says so in its rows.
     """
     begin = time.perf_counter()
     for turn in range(options.turns):
         for job in jobs if turn % 2 == 0 else _reverse(jobs):
             left = options.budget - (time.perf_counter() - begin)
-            if turn == 0 or (job.found and job.seconds < left):
-                job.turn(options)
-                told()
+            if turn == 0 and left <= 0:
+                missing = [(case, metric) for case in job.cases for metric in metrics_of(case, options.device)]
+                job.errors = dict.fromkeys(missing, f"TimeoutError: {NOT_BEGUN}")
+            elif turn == 0 or (job.found and job.seconds < left):
+                job.turn(options, left)
+            else:
+                continue
+            told()
 
 
 def _reverse(jobs: list[Job]) -> list[Job]:
@@ -154,8 +167,7 @@ def _reverse(jobs: list[Job]) -> list[Job]:
 
 
 def measure_subject(subject: str, options: argparse.Namespace) -> None:
-    """Runs in a process of its own: prints a line of JSON for each case."""
-    faulthandler.dump_traceback_later(limit_seconds(options.cases, options) - 5)  # what hangs in a peer is ended without a word
+    """Runs in a process of its own: prints lines of JSON for each case, the last of which counts."""
     device = torch.device(options.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -165,7 +177,7 @@ def measure_subject(subject: str, options: argparse.Namespace) -> None:
     for name in options.cases:
         folder = options.media / f"visits-{os.getpid()}-{name}"
         try:
-            made = _measure(name, subject, folder, device, options)
+            made = _measure(name, subject, folder, device, options, partial(begins, name))
         except Exception as fault:  # whatever a peer raises is its result, told in its row
             traceback.print_exc()
             cause = f" ({fault.__cause__})" if fault.__cause__ else ""
@@ -173,11 +185,25 @@ def measure_subject(subject: str, options: argparse.Namespace) -> None:
             made = Measured({}, dict.fromkeys(metrics_of(name, options.device), error))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+        faulthandler.cancel_dump_traceback_later()
         print(MARK + json.dumps({"case": name, "values": made.values, "errors": made.errors}), flush=True)
 
 
-def _measure(name: str, subject: str, folder: Path, device: torch.device, options: argparse.Namespace) -> Measured:
+def begins(case: str, stage: str, seconds: float, made: Measured) -> None:
+    """Tells what comes next, and ends the process, with the stacks of its threads on stderr, where that takes too long.
+
+    A peer may hang in its library, where no exception reaches it; what was measured before counts all the same.
+    """
+    faulthandler.dump_traceback_later(seconds, exit=True)
+    told = {"case": case, "values": made.values, "errors": made.errors, "stage": f"at {stage}, which may take {seconds:.0f} s"}
+    print(MARK + json.dumps(told), flush=True)
+
+
+def _measure(
+    name: str, subject: str, folder: Path, device: torch.device, options: argparse.Namespace, told: Begins
+) -> Measured:
     if name in train_lengths.CASES:
+        told("its epoch", options.warmup + options.windows * options.seconds + 2 * START_SECONDS, Measured({}))
         return train_lengths.measure(train_lengths.CASES[name], subject, options.media, folder, device)
     case, new_step = STEPS[name]
     plan = Plan(options.warmup, options.windows, options.seconds)
@@ -185,7 +211,7 @@ def _measure(name: str, subject: str, folder: Path, device: torch.device, option
     case = replace(case, clips=case.batch * batches)
     made = make(options.media, list(case.kinds), sources=SOURCES, seconds=SOURCE_SECONDS)
     draws = draw(case, [path for paths in made.values() for path in paths], folder, 0)
-    return measure(case, SUBJECTS[subject], draws, lambda: new_step(case, device), device, plan)
+    return measure(case, SUBJECTS[subject], draws, lambda: new_step(case, device), device, plan, told)
 
 
 def prepare(options: argparse.Namespace) -> None:
@@ -214,7 +240,7 @@ def main() -> None:
     known = list(dict.fromkeys([*SUBJECTS, *train_lengths.SUBJECTS]))
     command.add_argument("--subjects", nargs="+", choices=known, default=DEFAULT_SUBJECTS)
     command.add_argument("--device", default="cuda:0")
-    command.add_argument("--budget", type=float, default=430.0, help="seconds in which further turns may begin and must end")
+    command.add_argument("--budget", type=float, default=430.0, help="seconds in which all turns must end")
     command.add_argument("--turns", type=int, default=3, help="processes of each subject, at most")
     command.add_argument("--warmup", type=float, default=3.0, help="seconds of steps before the clock starts")
     command.add_argument("--windows", type=int, default=3, help="measurements in each process")
@@ -242,7 +268,7 @@ def main() -> None:
         command.error("none of these subjects takes part in any of these cases")
 
     def rows() -> list[Row]:
-        made = [row for job in jobs if job.seconds for row in job.rows(options.device)]
+        made = [row for job in jobs if job.seconds or job.errors for row in job.rows(options.device)]
         return sorted(made, key=lambda row: (options.cases.index(row.case), row.metric))
 
     def write() -> Path:  # after each job: what was measured is not lost when a later one takes too long

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -62,17 +65,24 @@ def failed(case: str, subject: str, metric: str, error: str, better: Better = "h
 def answers(
     command: list[str], mark: str, seconds: float, environment: dict[str, str] | None = None, *, quiet: bool = False
 ) -> tuple[list[Any], str]:
-    """Runs a process that answers in lines of JSON behind ``mark``: (what it said, how it ended if that was too early)."""
+    """Runs a process that answers in lines of JSON behind ``mark``: (what it said, how it ended if that was too early).
+
+    Processes of its own end with it: those that outlived it would hold up what is measured next.
+    """
     told = subprocess.DEVNULL if quiet else None
-    try:
-        run = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=told, text=True, env=environment, timeout=seconds, check=False
-        )
-        output, ending = run.stdout, f"the process ended with status {run.returncode}"
-    except subprocess.TimeoutExpired as late:
-        output = late.stdout.decode() if isinstance(late.stdout, bytes) else (late.stdout or "")
-        ending = f"not done after {seconds:.0f} s"
-    return [json.loads(line[len(mark) :]) for line in output.splitlines() if line.startswith(mark)], ending
+    with tempfile.TemporaryFile("w+") as said:  # no pipe, whose end would come with that of the last of its processes
+        process = subprocess.Popen(command, stdout=said, stderr=told, env=environment, process_group=0)
+        try:
+            ending = f"the process ended with status {process.wait(seconds)}"
+        except subprocess.TimeoutExpired:
+            ending = f"not done after {seconds:.0f} s"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        said.seek(0)
+        lines = said.read().splitlines()
+    return [json.loads(line[len(mark) :]) for line in lines if line.startswith(mark)], ending
 
 
 def commit() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -23,6 +24,10 @@ os.environ.setdefault("TEARDOWN_CUPTI", "0")  # set up twice, it may crash besid
 
 WARM_STEPS = 10
 PROFILED_STEPS = 8
+START_SECONDS = 45.0
+"""For a loader to be made and to give its first batch."""
+SPARE_SECONDS = 20.0
+"""For what takes a second or two, where a machine is slow."""
 NO_KERNELS = "the profiler saw no kernel: is CUPTI there?"
 
 
@@ -41,6 +46,10 @@ class Measured:
 
     values: dict[str, list[float]]
     errors: dict[str, str] = field(default_factory=dict)
+
+
+Begins = Callable[[str, float, Measured], None]
+"""Told what comes next, the seconds that it may take, and what has been measured so far."""
 
 
 class Mark:
@@ -164,7 +173,13 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def measure(
-    case: Case, maker: Maker, draws: list[Draw], new_step: Callable[[], Step], device: torch.device, plan: Plan
+    case: Case,
+    maker: Maker,
+    draws: list[Draw],
+    new_step: Callable[[], Step],
+    device: torch.device,
+    plan: Plan,
+    begins: Begins = lambda *_: None,
 ) -> Measured:
     """Trains with one subject, first for warm-up, then for the clock.
 
@@ -176,23 +191,31 @@ def measure(
         step = new_step()
         for _ in range(3):  # what belongs to the process and to no loader: handles, workspaces, the allocator's memory
             step(torch.randn(case.batch, 3, case.frames, case.size, case.size, device=device, dtype=torch.bfloat16))
+        made = Measured({})
+        begins("its first batch", START_SECONDS, made)
+        start = time.perf_counter()
         session = maker(case, draws, device)
         try:
             loop = Loop(step, session, device)
-            fault = check(loop.take(), draws, case)
+            first_batch = loop.take()
+            print(f"{case.name}: the first batch came after {time.perf_counter() - start:.1f} s", file=sys.stderr)
+            begins("its steps", plan.warmup + plan.windows * plan.seconds + SPARE_SECONDS, made)
+            fault = check(first_batch, draws, case)
             if fault:
                 raise RuntimeError(f"wrong output: {fault}")
             loop.steps(plan.warmup, WARM_STEPS)
             windows = [loop.steps(plan.seconds, 3) for _ in range(plan.windows)]
             times = [first.ms_until(last) / len(waits) for first, last, waits in windows]
             waits = [wait for window in windows for wait in window[2]]
-            made = Measured({"step_ms": times, "wait_ms_p99": [percentile(waits, 0.99)]})
+            made.values |= {"step_ms": times, "wait_ms_p99": [percentile(waits, 0.99)]}
             if device.type == "cuda":
+                begins("its steps under the profiler", SPARE_SECONDS, made)
                 busy = loop.busy_ms()
                 if busy is None:
                     made.errors["gpu_idle_percent"] = NO_KERNELS
                 else:
                     made.values["gpu_idle_percent"] = [max(0.0, 100 * (1 - busy / each)) for each in times]
         finally:
+            begins("the end of its loader", SPARE_SECONDS, made)
             session.close()
     return made

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import multiprocessing
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +22,8 @@ THREADS = 14
 """Of NVDEC sessions in one process: two for each of seven engines, which served these libraries best in bench_loader.py."""
 PREFETCH = 2
 """Batches that each worker of a DataLoader prepares ahead."""
+LIBRARIES = ("torch.utils.data", "av", "torchcodec.decoders")
+"""Of a DataLoader's workers, which take seconds to import."""
 KEPT = 8
 """Batches that headspace plays over and over."""
 
@@ -64,6 +68,10 @@ class Workers:
     """A DataLoader with a worker process a core, decoding in software; batches are pinned, uploaded and resized on the GPU.
 
     Upload and resize have a stream of their own, so that they run beside the step that the GPU is still at.
+
+    Workers are forked from a process that has only imported their libraries, and not from this one, whose threads (of CUDA, of
+    the profiler after the first case, of libraries that have decoded here) may hold locks that a copy of it waits on for ever.
+    They start as fast, for the imports are done once.
     """
 
     def __init__(self, case: Case, draws: Sequence[Draw], device: torch.device, decode: Callable[[Draw], torch.Tensor]) -> None:
@@ -72,9 +80,11 @@ class Workers:
         squares = Squares(draws, decode)
         one = squares[0]
         _ask_for_shared_memory(case.batch * one.nbytes * workers * PREFETCH)
+        clean = multiprocessing.get_context("forkserver")
+        clean.set_forkserver_preload([name for name in LIBRARIES if name in sys.modules])
         self.loader = DataLoader(
             squares, batch_size=case.batch, num_workers=workers, prefetch_factor=PREFETCH, drop_last=True,
-            pin_memory=device.type == "cuda",
+            pin_memory=device.type == "cuda", multiprocessing_context=clean,
         )  # fmt: skip
         self._going: Generator[torch.Tensor, None, None] | None = None
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,16 @@ def test_appending_keeps_other_cases_of_the_same_commit_and_machine(tmp_path: Pa
     monkeypatch.setenv("GPUPIPE_COMMIT", "two")
     assert write("c", 4.0) == [("c", 4.0)]
     assert write("d", 5.0, keep=False) == [("d", 5.0)]
+
+
+def test_what_a_process_leaves_behind_ends_with_it() -> None:
+    leaves = "import subprocess; child = subprocess.Popen(['sleep', '60']); print('M', child.pid)"
+    (pid,), ending = common.answers([sys.executable, "-c", leaves], "M ", 20)
+    assert ending == "the process ended with status 0", "although its child has its stdout"
+    until = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 def row(subject: str, value: float | None, case: str = "x", better: str = "higher") -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import bench_loader_train
+import common
 import loader_cases
 import make_media
 import pytest
@@ -125,6 +128,24 @@ def test_each_subject_owes_the_same_first_batch(subject: str, draws: Sequence[lo
         session.close()
 
 
+HELD = threading.Lock()
+
+
+def under_a_lock(visit: loader_cases.Draw) -> torch.Tensor:
+    with HELD:
+        return torch.full((TINY.frames, 3, 8, 8), visit.start % 256, dtype=torch.uint8)
+
+
+def test_workers_do_not_wait_for_locks_of_the_process_that_starts_them(draws: Sequence[loader_cases.Draw]) -> None:
+    session = train_subjects.Workers(TINY, draws, CPU, under_a_lock)
+    session.loader.timeout = 60
+    try:
+        with HELD:
+            assert next(session.batches()).shape == (TINY.batch, 3, TINY.frames, TINY.size, TINY.size)
+    finally:
+        session.close()
+
+
 def test_threads_behind_a_dataloader_give_all_batches(draws: Sequence[loader_cases.Draw]) -> None:
     from loader_subjects import pyav
 
@@ -151,7 +172,8 @@ def test_turns_go_on_in_another_order_until_the_budget_is_used(monkeypatch: pyte
     order: list[str] = []
     clock = [0.0]
 
-    def turn(job: bench_loader_train.Job, _: argparse.Namespace) -> None:
+    def turn(job: bench_loader_train.Job, _: argparse.Namespace, left: float) -> None:
+        assert 0 < left <= 75
         order.append(job.subject)
         job.seconds = 10.0
         clock[0] += job.seconds
@@ -167,20 +189,43 @@ def test_turns_go_on_in_another_order_until_the_budget_is_used(monkeypatch: pyte
     assert told == [1, 2, 3, 4, 5, 6, 7], "results are written after each"
     order.clear()
     clock[0] = 0.0
-    bench_loader_train.take_turns(jobs, options(budget=0.0), lambda: None)
-    assert order == ["headspace", "gpupipe", "peer", "broken"], "each runs once, whatever the budget"
+    bench_loader_train.take_turns(jobs, options(budget=15.0), lambda: None)
+    assert order == ["headspace", "gpupipe"]
+    jobs[2] = bench_loader_train.Job("peer", ["train-vit-tiny"])
+    bench_loader_train.take_turns(jobs[2:3], options(budget=0.0), lambda: None)
+    assert {row.error for row in jobs[2].rows("cpu")} == {"TimeoutError: the time was up before it began"}
 
 
 def test_a_metric_that_failed_is_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     line = {"case": "train-vit-tiny", "values": {"step_ms": [2.0, 1.0]}, "errors": {"gpu_idle_percent": "no kernel"}}
     monkeypatch.setattr(bench_loader_train, "answers", lambda *_: ([line], "the process ended with status 1"))
     job = bench_loader_train.Job("peer", ["train-vit-tiny", "train-launch-bound-tiny"])
-    job.turn(options(device="cuda:0", media=tmp_path, warmup=1.0, windows=1, seconds=1.0))
+    job.turn(options(device="cuda:0", media=tmp_path, warmup=1.0, windows=1, seconds=1.0), 99.0)
     rows = {(row.case, row.metric): row for row in job.rows("cuda:0")}
     assert rows["train-vit-tiny", "step_ms"].value == 1.5
     assert rows["train-vit-tiny", "gpu_idle_percent"].error == "no kernel"
-    assert rows["train-launch-bound-tiny", "step_ms"].error == "the process ended with status 1"
+    assert rows["train-launch-bound-tiny", "step_ms"].error == "the process ended with status 1 before it began"
     assert len(rows) == 6
+
+
+def test_a_subject_that_hangs_is_ended_and_what_it_had_measured_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hangs = """
+import time, bench_loader_train, train_loop
+measured = train_loop.Measured({"step_ms": [2.0]})
+bench_loader_train.begins("train-vit-tiny", "its first batch", 60.0, train_loop.Measured({}))
+bench_loader_train.begins("train-vit-tiny", "the end of its loader", 1.0, measured)
+time.sleep(60)
+"""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setattr(
+        bench_loader_train, "answers", lambda _, mark, seconds: common.answers([sys.executable, "-c", hangs], mark, seconds)
+    )
+    job = bench_loader_train.Job("peer", ["train-vit-tiny"])
+    job.turn(options(media=tmp_path, warmup=1.0, windows=1, seconds=1.0), 40.0)
+    rows = {row.metric: row for row in job.rows("cpu")}
+    assert rows["step_ms"].value == 2.0
+    assert rows["wait_ms_p99"].error == "the process ended with status 1 at the end of its loader, which may take 1 s"
+    assert job.seconds < 40, "it does not hold up the others"
 
 
 def test_every_default_subject_takes_part_in_a_default_case() -> None:

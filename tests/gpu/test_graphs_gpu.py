@@ -16,6 +16,8 @@ from gpupipe.train.graphs import AdaptiveGraph
 pytestmark = pytest.mark.gpu
 OPTIONS: dict[str, Any] = {"warmup_steps": 6, "capture_frequency": 2, "capture": "always"}
 BY_ITSELF: dict[str, Any] = {**OPTIONS, "capture": "auto"}
+LOOKED_AT_THRICE = 130
+"""Calls in which one that is not captured at once is measured two times more."""
 NEAR = 1e-3
 """What a sum in another order comes to over some steps; a wrong batch is off by more than a tenth."""
 
@@ -242,27 +244,60 @@ class Multiplies(nn.Module):
         return x
 
 
+def until_captured(graph: AdaptiveGraph, call: Any) -> int:
+    """Calls as often as it takes, and tells how often: one look long or, where other processes held the GPU up, up to three."""
+    for number in range(1, LOOKED_AT_THRICE):
+        call()
+        if graph.report().graphs:
+            return number
+    raise AssertionError(str(graph.report()))
+
+
+def a_step(graph: AdaptiveGraph, model: nn.Module, batch: torch.Tensor, *, waits: bool) -> Any:
+    def step() -> None:
+        graph(batch).float().square().mean().backward()
+        model.zero_grad()
+        if waits:
+            torch.cuda.synchronize()
+
+    return step
+
+
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_graph_is_made_where_launches_cost_something(waits: bool) -> None:
-    """By default; the kernels of the large model take the GPU far longer than the host takes to launch them."""
-    small, _ = pair()
-    large = Multiplies(8192, 4).cuda().bfloat16()
-    x = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    for model, batch, expected in ((small, inputs(1)[0], 1), (large, x, 0)):
-        for options in (BY_ITSELF, OPTIONS):
-            graph = AdaptiveGraph(model, **options)
-            for _ in range(20):
-                graph(batch).float().square().mean().backward()
-                model.zero_grad()
-                if waits:
-                    torch.cuda.synchronize()
-            report = graph.report()
-            graph.release()
-            captured = expected or int(options is OPTIONS)
-            assert report.graphs == captured, str(report)
-            assert report.hits == 14 * captured, str(report)
-            assert len(report.gpu_bound) == 1 - captured
-            assert not report.failures
+    model, _ = pair()
+    for options in (BY_ITSELF, OPTIONS):
+        graph = AdaptiveGraph(model, **options)
+        step = a_step(graph, model, inputs(1)[0], waits=waits)
+        made = until_captured(graph, step)
+        hits = graph.report().hits
+        for _ in range(10):
+            step()
+        report = graph.report()
+        graph.release()
+        assert report.graphs == 1, str(report)
+        assert made == 7 or options is BY_ITSELF
+        assert (hits, report.hits) == (1, 11), str(report)
+        assert report.gpu_bound == ()
+        assert not report.failures
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_none_is_made_by_itself_where_they_cost_nothing(waits: bool) -> None:
+    """The kernels of the large model take the GPU far longer than the host takes to launch them."""
+    model = Multiplies(8192, 4).cuda().bfloat16()
+    batch = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    for options, captured in ((BY_ITSELF, 0), (OPTIONS, 1)):
+        graph = AdaptiveGraph(model, **options)
+        step = a_step(graph, model, batch, waits=waits)
+        for _ in range(20):  # two looks
+            step()
+        report = graph.report()
+        graph.release()
+        assert report.graphs == captured, str(report)
+        assert report.hits == 14 * captured, str(report)
+        assert len(report.gpu_bound) == 1 - captured
+        assert not report.failures
 
 
 def test_a_full_queue_of_launches_does_not_make_the_host_look_slow() -> None:
@@ -290,7 +325,6 @@ def test_a_capture_of_somebody_else_s_is_left_alone() -> None:
             made = graph(x)
         whole.replay()
         assert torch.allclose(made, expected, rtol=NEAR, atol=1e-5)
-        for _ in range(10):
-            graph(x)
+        until_captured(graph, lambda: graph(x))
     assert not graph.report().failures
     assert graph.report().graphs == 1

@@ -68,6 +68,7 @@ class _Seen:
     pace: Pace = field(default_factory=Pace)
     gpu_bound: str | None = None
     """Why a graph would gain nothing, if so."""
+    looks: int = 0  # that found so
 
 
 class AdaptiveGraph:
@@ -87,9 +88,10 @@ class AdaptiveGraph:
 
     A graph saves the host its launches and keeps memory for itself: where the GPU is the bottleneck it gains nothing. So,
     unless ``capture`` is ``always``, the last calls before a capture are measured on the host and on the GPU. A kind of call
-    that takes the GPU over 1.5 times as long as the host takes to launch it, or that finds and leaves the GPU 2 ms behind, runs
-    as it is; the log, at level info, and :meth:`report` tell both times. After 1000 more of them it is looked at again. Of a
-    module it is the forward that is measured: in a backward the GPU has more to do still.
+    that takes the GPU over 1.5 times as long as the host takes to launch it, by the least times of three, or that each time
+    finds and leaves the GPU 2 ms behind, runs as it is; the log, at level info, and :meth:`report` tell both times. After 10,
+    100 and then each 1000 more it is looked at again. Of a module it is the forward that is measured: in a backward the GPU
+    has more to do still.
 
     What cannot be captured (a value that the host must see, such as ``.item()``) is named in the log and in :meth:`report`, and
     runs as it is. With ``segments`` a module is then cut at such places by TorchDynamo, and the parts are captured.
@@ -308,7 +310,8 @@ class AdaptiveGraph:
         seen.gpu_bound = None if times is None else f"{shown(tensors)}: {times}"
         if times is None:
             return True
-        seen.next_try = seen.times + LOOK_AGAIN  # the rest of the loop may change, or how fast the host is
+        seen.next_try = seen.times + LOOK_AGAIN[min(seen.looks, len(LOOK_AGAIN) - 1)]
+        seen.looks += 1
         self._told += before is None
         if before is None and self._told <= _TOLD:
             log.info("a call runs as it is, for a graph would gain nothing (capture='always' makes one): %s", seen.gpu_bound)

@@ -15,10 +15,13 @@ import torch
 from gpupipe.train.timeline import Mark
 
 LOOKS = 3
-"""Latest calls of a kind that decide. The GPU is the bottleneck where it was that of half of them: what holds a single call up,
-such as memory that is asked of the driver or a collection of garbage, holds up the host."""
-LOOK_AGAIN = 1000
-"""Further calls of a kind after which it is measured anew."""
+"""Latest calls of a kind that decide. What holds one up only makes its times longer: memory that is asked of the driver or a
+collection of garbage on the host, on the GPU another process that has its turn. So their least times count, and the GPU is
+behind only where it is at all of them."""
+LOOK_AGAIN = (10, 100, 1000)
+"""Further calls of a kind after which it is measured anew, the first time, the second and from then on: other processes may
+have had the GPU at all of these calls, and the rest of the loop may change. To take the host for the bottleneck costs a
+capture, to take the GPU for it all that graphs would save."""
 _HIDDEN = 1.5
 """Times the host's time of a call that the GPU takes, from which on launches are hidden: below, they still cost something here
 and there."""
@@ -86,17 +89,6 @@ class _Measured:
         """None while it is not done."""
         return self.end.since_ms(self.begin) if self.end.reached() else None
 
-    def gpu_bound(self) -> bool:
-        spent = self.gpu_ms()
-        return self.behind or spent is None or spent > _HIDDEN * self.host_ms
-
-    def __str__(self) -> str:
-        spent = self.gpu_ms()
-        if spent is None:
-            return f"launched in {self.host_ms:.2f} ms, and not done on the GPU when the next one came"
-        late = ", which was busy with earlier work all the while" if self.behind else ""
-        return f"launched in {self.host_ms:.2f} ms, {spent:.2f} ms on the GPU{late}"
-
 
 class Pace:
     """The latest measurements of one kind of call."""
@@ -119,13 +111,20 @@ class Pace:
         self._latest.append(_Measured(begin, end, host_ms, behind and not _reached_soon(clock, end)))
 
     def known(self) -> bool:
-        """Whether any call was measured."""
-        return bool(self._latest)
+        """Whether enough calls were measured: one shows that the host is the bottleneck, only several that the GPU is."""
+        return len(self._latest) == LOOKS or (bool(self._latest) and self.gpu_bound() is None)
 
     def gpu_bound(self) -> str | None:
-        """The times of the latest call that the GPU was the bottleneck of; None where the host is."""
-        found = [each for each in self._latest if each.gpu_bound()]
-        return str(found[-1]) if found and 2 * len(found) >= len(self._latest) else None
+        """The least times of the calls where the GPU was the bottleneck of them; None where the host was."""
+        host = min(each.host_ms for each in self._latest)
+        done = [spent for each in self._latest if (spent := each.gpu_ms()) is not None]
+        behind = all(each.behind for each in self._latest)
+        if not done:
+            return f"launched in {host:.2f} ms, and not done on the GPU when the next one came"
+        if not behind and min(done) <= _HIDDEN * host:
+            return None
+        late = ", which was busy with earlier work all the while" if behind else ""
+        return f"launched in {host:.2f} ms, {min(done):.2f} ms on the GPU{late}"
 
 
 def _reached_soon(clock: Clock, moment: Moment) -> bool:
