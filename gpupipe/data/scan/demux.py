@@ -9,8 +9,9 @@ from gpupipe.data.bytes import ByteStream, for_ffmpeg, open_file
 from gpupipe.data.limit import memory_is_short, no_more_files, no_more_memory, too_many
 from gpupipe.errors import OpenError
 
-_WITHOUT_PICTURES = {"skip_frame": "all"}
-"""Keeps FFmpeg from decoding pictures while it opens a file, which at 1080p takes ten times as long as the rest."""
+_WITHOUT_PICTURES = {"skip_frame": "all", "probesize": "5000"}
+"""Keeps FFmpeg from decoding pictures while it opens a file, which at 1080p takes ten times as long as the rest, and from
+reading many packets for what the header has told."""
 
 _BUFFER_BYTES = 256 << 10
 """Of one read through Python, where FFmpeg cannot open a video by its name."""

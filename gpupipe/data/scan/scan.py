@@ -202,7 +202,8 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
             rows.key.append(key)
             rows.start.append(key and is_start_point(codec, data, length_size))
             picture = picture_of(codec, data, length_size)
-            rows.shown.append(not packet.is_discard and not leading.is_lost(picture) and not picture.empty)
+            lost = codec == "hevc" and leading.is_lost(picture)
+            rows.shown.append(not (lost or packet.is_discard or picture.empty))
             if picture.has_sets or (key and codec in HEADERS):
                 sets.see(data, length_size)
                 if sets.in_force() != in_force[-1][1]:
@@ -225,8 +226,8 @@ def _scan(identity: Identity, container: InputContainer, stream: VideoStream, st
     interlaced = context.field_order not in _PROGRESSIVE or bool(first is not None and first.interlaced_frame)
     if all(rows.key) and codec not in _TELLING and not context.codec.intra_only:  # no container knows better than that
         rows.start = [True] + [False] * (len(rows.key) - 1)
-    lost = leading.cut_short or not rows.start[0] or not _times_tell(rows, codec)
-    told = not interlaced and not lost and not (context.has_b_frames and _out_of_order(path, rows, stop))
+    cut = leading.cut_short or not rows.start[0] or not _times_tell(rows, codec)
+    told = not interlaced and not cut and not (context.has_b_frames and _out_of_order(path, rows, stop))
     source = first if first is not None else context
     matrix, sample_range = _colour(context, source.format)
     rotation = (-first.rotation if first is not None and not _mirrored(first) else 0) % 360

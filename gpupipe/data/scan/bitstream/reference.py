@@ -53,7 +53,7 @@ def picture_of(codec: str, packet: bytes, length_size: int) -> Picture:
     layer, slices, lasting, sets = 0, 0, False, False
     picture, ended, ends, found = -1, False, False, False
     if codec not in ("h264", "hevc"):
-        return Picture()
+        return _REFERRED
     try:
         for start, end in units(packet, length_size):
             if start == end:
