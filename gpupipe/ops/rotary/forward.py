@@ -222,7 +222,7 @@ def launch_forward(
         choose(
             "qk_forward", key, q.device,
             lambda: forward_candidates(heads, dim),
-            lambda config: forward_us(gpu, config, count, heads * dim, q.element_size()),
+            lambda config: forward_us(gpu, config, count, heads * dim, q.element_size(), interleaved=interleaved),
             run,
         )
     )  # fmt: skip

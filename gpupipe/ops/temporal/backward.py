@@ -185,7 +185,9 @@ def launch_backward(
     config = choose(
         "temporal_backward", key, x.device,
         lambda: backward_candidates(frames, dim),
-        lambda config: backward_us(gpu, config, samples * pixels, heads, dim, frames, x.element_size(), table is not None),
+        lambda config: backward_us(
+            gpu, config, samples * pixels, heads, dim, frames, x.element_size(), table is not None, interleaved
+        ),
         run,
     )  # fmt: skip
     run(config)

@@ -101,7 +101,8 @@ def forward_us(
 
 
 def backward_us(
-    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int, turned: bool
+    gpu: Machine, config: Config, sequences: int, heads: int, dim: int, frames: int, item_bytes: int, turned: bool,
+    interleaved: bool,
 ) -> float:  # fmt: skip
     """Estimated time of the backward kernel: four reads and three writes of every token."""
     us = _us(
@@ -115,7 +116,8 @@ def backward_us(
         passes=7,
         reads=4,
         products=5,
-        tiles=8 if turned else 2,
+        tiles=(9 if interleaved else 8) if turned else 2,
         turned=turned,
     )
-    return us * (1.0 if config["num_warps"] == 4 else 1.5)  # more warps wait for each other longer
+    us *= 1.0 if config["num_warps"] == 4 else 1.5  # more warps wait for each other longer
+    return us * (1.02 if config["maxnreg"] == 255 else 1.0)  # the compiler may take one register too many for one program more
