@@ -96,7 +96,7 @@ def main() -> None:
     command.add_argument("--device", default="cuda:0")
     command.add_argument("--runs", type=int, default=10)
     command.add_argument("--minutes", type=float, default=8.0, help="no further case is begun after so long")
-    command.add_argument("--append", action="store_true", help="keep other cases of the file, if of this commit and machine")
+    command.add_argument("--append", action="store_true", help="keep other cases of the file, if of this machine")
     command.add_argument("--out", type=Path, default=RESULTS)
     command.add_argument("--quick", action="store_true", help="tiny cases on the CPU, to see that everything runs")
     options = command.parse_args()

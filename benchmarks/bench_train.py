@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
     command.add_argument("--device", default="cuda:0")
     command.add_argument("--runs", type=int, default=5)
     command.add_argument("--minutes", type=float, default=60.0, help="no further subject is begun after so long")
-    command.add_argument("--append", action="store_true", help="keep other cases of the file, if of this commit and machine")
+    command.add_argument("--append", action="store_true", help="keep other cases of the file, if of this machine")
     command.add_argument("--out", type=Path, default=RESULTS)
     command.add_argument("--quick", action="store_true", help="tiny sizes on the CPU, to see that everything runs")
     train_feed.add_options(command)

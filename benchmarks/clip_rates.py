@@ -222,9 +222,7 @@ def parser(description: str, cases: list[str], subjects: Subjects, default_subje
     made.add_argument("--seconds", type=float, default=22.0, help="length of each of those videos")
     made.add_argument("--media", type=Path, default=Path(tempfile.gettempdir()) / "gpupipe-bench", help="where they lie")
     made.add_argument("--out", type=Path, default=RESULTS, help="folder of the result file")
-    made.add_argument(
-        "--append", action="store_true", help="keep other cases of the result file, if of this commit and machine"
-    )
+    made.add_argument("--append", action="store_true", help="keep other cases of the result file, if of this machine")
     made.add_argument("--quick", action="store_true", help="a tiny case on the CPU, to see that everything runs")
     made.add_argument("--one-subject", help=argparse.SUPPRESS)
     return made

@@ -122,15 +122,16 @@ def write_results(
     in it the file is ``<benchmark>--<gpu>x<ranks>.json``.
 
     With ``keep_other_cases`` the file keeps the rows of cases that are not among ``rows``, so that a long benchmark can be run
-    case by case; only rows of the same commit and machine are kept.
+    case by case; those of another machine are not kept, those of another commit name it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark}--{machine_slug(machine)}.json"
     kept: list[dict[str, Any]] = []
     if keep_other_cases and path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
-        if (old["commit"], old["machine"]) == (commit(), machine):
-            kept = [row for row in old["rows"] if row["case"] not in {new.case for new in rows}]
+        if old["machine"] == machine:
+            others = [row for row in old["rows"] if row["case"] not in {new.case for new in rows}]
+            kept = [_of_commit(row, row.get("commit", old["commit"])) for row in others]
     content = {
         "benchmark": benchmark,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -140,3 +141,9 @@ def write_results(
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return path
+
+
+def _of_commit(row: dict[str, Any], its: str) -> dict[str, Any]:
+    """A row that says its commit where that is not the file's."""
+    own = {key: value for key, value in row.items() if key != "commit"}
+    return own if its == commit() else {**own, "commit": its}

@@ -43,15 +43,16 @@ SHORT_CASES = {
 """Of benchmarks with many cases those that README.md shows."""
 PLACES = ("host", "device")
 FREE = "headspace"
-LIMITS = ("limit", FREE)
-"""Subjects that are no loaders: what the hardware allows, and the loop whose data is free."""
+LIMITS = ("bare", "limit", FREE)
+"""Subjects that do not do the work, the one that counts first: a product or convolution without what stands around it, what the
+hardware allows, the loop whose data is free."""
 WITHOUT_LIMIT = ("wait_ms_p99",)
 """Metrics whose limit is nothing."""
 NOTES = {
     "loader_train": "The limit is `headspace`, the same loop over batches that are on the device already. The GPU counts as\n"
     "idle while nothing of the training step runs on it.",
-    "ops": "The limit is the time that a copy on the device takes for the bytes which the op must move; attention over whole\n"
-    "frames and more is bound by its products instead.",
+    "ops": "The limit is the time that a copy on the device takes for the bytes which the op must move, or the vendor library's\n"
+    "product or convolution alone where there is one; attention over whole frames and more is bound by its products instead.",
 }
 """What belongs below the table of a benchmark."""
 BY_SUBJECT = ("train",)
@@ -239,8 +240,10 @@ def draw(path: Path) -> Path:
 
 
 def facts_of(data: dict[str, Any]) -> str:
-    """The machine of a result file, in a line."""
-    return ", ".join(f"{key} {value}" for key, value in data["machine"].items() if value is not None)
+    """The machine of a result file, and the commits that were measured, in a line."""
+    commits = dict.fromkeys([data["commit"], *(row.get("commit", data["commit"]) for row in data["rows"])])
+    of = "" if len(commits) == 1 else f"commits {', '.join(each[:7] for each in commits)}, each case of one; "
+    return of + ", ".join(f"{key} {value}" for key, value in data["machine"].items() if value is not None)
 
 
 def conformance(folder: Path = RESULTS) -> str:

@@ -71,21 +71,27 @@ def test_the_gpu_names_the_file(name: str | None, slug: str) -> None:
     assert common.gpu_slug(name) == slug
 
 
-def test_appending_keeps_other_cases_of_the_same_commit_and_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def write(case: str, value: float, *, keep: bool = True) -> list[tuple[str, float]]:
+def test_appending_keeps_other_cases_of_the_same_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(case: str, value: float, *, keep: bool = True, driver: int = 1) -> list[Any]:
         rows = [common.summarise(case, "gpupipe", "clips_per_s", [value])]
-        path = common.write_results("loader", rows, {"gpu": "NVIDIA H200"}, tmp_path, keep_other_cases=keep)
+        facts = {"gpu": "NVIDIA H200", "driver": driver}
+        path = common.write_results("loader", rows, facts, tmp_path, keep_other_cases=keep)
         data = json.loads(path.read_text())
         assert_form(data, path.name)
-        return [(row["case"], row["value"]) for row in data["rows"]]
+        assert ("commits" in figures.facts_of(data)) == any("commit" in row for row in data["rows"])
+        return [(row["case"], row["value"], *([row["commit"]] if "commit" in row else [])) for row in data["rows"]]
 
     monkeypatch.setenv("GPUPIPE_COMMIT", "one")
     assert write("a", 1.0) == [("a", 1.0)]
     assert write("b", 2.0) == [("a", 1.0), ("b", 2.0)]
     assert write("a", 3.0) == [("b", 2.0), ("a", 3.0)]
     monkeypatch.setenv("GPUPIPE_COMMIT", "two")
-    assert write("c", 4.0) == [("c", 4.0)]
-    assert write("d", 5.0, keep=False) == [("d", 5.0)]
+    assert write("c", 4.0) == [("b", 2.0, "one"), ("a", 3.0, "one"), ("c", 4.0)]
+    assert write("a", 5.0) == [("b", 2.0, "one"), ("c", 4.0), ("a", 5.0)]
+    monkeypatch.setenv("GPUPIPE_COMMIT", "one")
+    assert write("d", 6.0) == [("b", 2.0), ("c", 4.0, "two"), ("a", 5.0, "two"), ("d", 6.0)]
+    assert write("e", 7.0, driver=2) == [("e", 7.0)]
+    assert write("f", 8.0, keep=False) == [("f", 8.0)]
 
 
 def test_what_a_process_leaves_behind_ends_with_it() -> None:

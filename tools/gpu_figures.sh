@@ -7,7 +7,7 @@
 #   tools/gpu_figures.sh --quick /tmp/results               # tiny sizes on the CPU, to see that all of them run
 #
 # Each writes its file as it goes, so what is ended at the limit (9.5 minutes by default) keeps what it has measured. The machine
-# should have nothing else to do. train, train_models and train_fed go into one file, if of one commit.
+# should have nothing else to do. train, train_models and train_fed go into one file, whose rows name their commit where it is another.
 # Options of one benchmark: ARGS="--models wan --append" tools/gpu_figures.sh /tmp/results train
 # Their logs go to LOGS, else to a temporary folder. Exits with 1 if one of them failed; being ended at the limit is no failure.
 set -uo pipefail
