@@ -51,8 +51,8 @@ WITHOUT_LIMIT = ("wait_ms_p99",)
 NOTES = {
     "loader_train": "The limit is `headspace`, the same loop over batches that are on the device already. The GPU counts as\n"
     "idle while nothing of the training step runs on it.",
-    "ops": "The limit is the time that a copy on the device takes for the bytes which the op must move, or the vendor library's\n"
-    "product or convolution alone where there is one; attention over whole frames and more is bound by its products instead.",
+    "ops": "The limit is the time that a copy on the device takes for the bytes which the op must move, or the vendor\n"
+    "library's product or convolution alone where there is one; attention over whole frames and more is bound by its products.",
 }
 """What belongs below the table of a benchmark."""
 BY_SUBJECT = ("train",)
