@@ -53,18 +53,44 @@ def own_draws(rank: int, device: torch.device, *, when: bool = True) -> Iterator
 
 
 @jit
-def kept(seed, row, first, COLUMNS: tl.constexpr, threshold):
-    """True where dropout keeps an element: by Philox 4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush.
+def _halves(a, b):
+    """The lower and the upper 32 bits of a product, which one instruction makes; Triton's own philox multiplies for each."""
+    both = a.to(tl.uint64) * b
+    return both.to(tl.uint32), (both >> 32).to(tl.uint32)
 
-    The element's row and column are the counter, so that the backward draws the same; four columns share one.
+
+@jit
+def philox(seed, c0, c1, c2):
+    """Four draws of 32 bits a counter (c0, c1, c2, 0), which are int32: as ``tl.philox`` makes them.
+
+    Philox 4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush.
+    """
+    seed = seed.to(tl.uint64)
+    low_key, high_key = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    a, b, c = c0.to(tl.uint32, bitcast=True), c1.to(tl.uint32, bitcast=True), c2.to(tl.uint32, bitcast=True)
+    d = a * 0
+    for _ in tl.static_range(7):
+        low_a, high_a = _halves(a, 0xD2511F53)
+        low_c, high_c = _halves(c, 0xCD9E8D57)
+        a, b, c, d = high_c ^ b ^ low_key, low_c, high_a ^ d ^ high_key, low_a
+        low_key = tl.add(low_key, 0x9E3779B9, sanitize_overflow=False)
+        high_key = tl.add(high_key, 0xBB67AE85, sanitize_overflow=False)
+    return a, b, c, d
+
+
+@jit
+def kept(seed, row, first, COLUMNS: tl.constexpr, threshold):
+    """True where dropout keeps an element.
+
+    Its row and column are the counter, so that the backward draws the same; four columns share one.
     """
     quad = first // 4 + tl.arange(0, COLUMNS // 4)[None, :]
     c0 = quad + tl.zeros((row.shape[0], 1), tl.int32)
     c1 = (row & 0x7FFFFFFF).to(tl.int32)[:, None] + quad * 0
     c2 = (row >> 31).to(tl.int32)[:, None] + quad * 0
-    a, b, c, d = tl.philox(seed, c0, c1, c2, c0 * 0, 7)
+    a, b, c, d = philox(seed, c0, c1, c2)
     draws = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (row.shape[0], COLUMNS))
-    return draws.to(tl.uint32, bitcast=True).to(tl.int64) >= threshold
+    return draws.to(tl.int64) >= threshold
 
 
 def dropping(p: float) -> tuple[int, float]:

@@ -153,7 +153,8 @@ def map_us(gpu: Machine, config: Config, batch: int, channels: int, size: int, i
     tiles, blocks = -(-size // steps), -(-channels // width)
     padded = tiles * steps * blocks * width / (size * channels)
     per_thread = steps * width / (32 * warps)
-    return streaming_us(
+    slow = 0.00125 * per_thread * item_bytes + 0.0035 * warps  # short programs of few warps make way for each other sooner
+    return (1 + slow) * streaming_us(
         gpu,
         total_bytes=batch * channels * size * item_bytes * passes * padded,
         programs=batch * tiles * blocks,
@@ -199,7 +200,7 @@ def sum_us(
     padded = tiles * unroll * steps * blocks * width / (size * channels)
     per_thread, stages = steps * width / (32 * warps), config["STAGES"]
     shares = chunks(gpu, config, batch, channels, size, together)
-    return streaming_us(
+    return (1 + 0.02 / unroll) * streaming_us(
         gpu,
         total_bytes=batch * channels * (size * item_bytes * (reads + writes) * padded + 8 * sums * shares),
         programs=batch * blocks * shares,

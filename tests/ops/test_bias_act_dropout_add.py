@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from activation_cases import check_everywhere
 from exact import hold
 from linear_cases import ACTS, arguments, eager_act, named
 from torch.nn import functional
@@ -157,6 +158,12 @@ def test_what_is_not_a_number_stays_so() -> None:
         assert y[1, 2].isnan()
         assert y[2, 3].isinf()
         assert y.isfinite().sum() == 30
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_every_number_has_its_activation(act: str, dtype: torch.dtype) -> None:
+    check_everywhere(act, dtype, "cpu")
 
 
 def test_repeats_bit_for_bit() -> None:

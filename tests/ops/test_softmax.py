@@ -121,6 +121,49 @@ def test_what_is_not_finite_spoils_its_row_alone() -> None:
 
 
 @pytest.mark.parametrize("masked", [None, "bool", "float"])
+@pytest.mark.parametrize("scale", [8.0, 1e-3, 1e-50, 0.0, -0.0, -0.7])
+def test_any_scale(scale: float, masked: str | None) -> None:
+    torch.manual_seed(0)
+    scores = torch.randn(6, 40)
+    mask = None if masked is None else torch.randn(40) if masked == "float" else torch.arange(40) % 3 != 0
+    y = ops.scaled_softmax(scores, mask, scale=scale)
+    torch.testing.assert_close(y, reference(scores.double(), mask, scale, 0.0, False).float(), rtol=1e-5, atol=1e-7)
+    scores.requires_grad_()
+    dropped = ops.softmax_dropout(scores, mask, p=1e-6, scale=scale)  # so few that none are; the backward makes y again
+    assert torch.equal(dropped, y)
+    dy = torch.randn(6, 40)
+    (found,) = torch.autograd.grad(dropped, scores, dy)
+    (right,) = torch.autograd.grad(reference(scores.double(), mask, scale, 0.0, False), scores, dy.double())
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 0.0, -1.0])
+def test_the_largest_numbers_are_numbers(scale: float) -> None:
+    """Masked by the lowest number instead of minus infinity, a row still has a softmax; and it is not confused by the scale."""
+    lowest = torch.finfo(torch.float32).min
+    scores = torch.randn(6, 24)
+    scores[1], scores[2, 3:], scores[3, 5], scores[4] = lowest / 4, lowest / 4, -lowest / 4, -1e9
+    torch.testing.assert_close(ops.scaled_softmax(scores, scale=scale), (scores * scale).softmax(-1))
+    mask = torch.zeros(6, 24)
+    mask[0], mask[2, :5] = lowest, lowest
+    scores = torch.randn(6, 24)
+    torch.testing.assert_close(ops.scaled_softmax(scores, mask, scale=scale), (scores * scale + mask).softmax(-1))
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.0, -0.5])
+def test_infinities_as_torch_has_them(scale: float) -> None:
+    scores = torch.randn(5, 24)
+    scores[0, 3], scores[1, 23], scores[2, 4], scores[3, :23] = torch.nan, torch.inf, -torch.inf, -torch.inf
+    found = ops.scaled_softmax(scores, scale=scale)
+    torch.testing.assert_close(found, (scores * scale).softmax(-1), equal_nan=True)
+    torch.manual_seed(0)
+    dropped = ops.softmax_dropout(scores, p=0.5, scale=scale)
+    kept = dropped != 0  # what is dropped is 0 whatever it was
+    torch.testing.assert_close(dropped, torch.where(kept, 2 * found, 0), equal_nan=True)
+    assert not ops.softmax_dropout(scores, p=1.0, scale=scale).any()
+
+
+@pytest.mark.parametrize("masked", [None, "bool", "float"])
 @pytest.mark.parametrize("columns", [24, 200])
 def test_dropout_and_its_gradient(columns: int, masked: str | None) -> None:
     """What the forward dropped is read off its output; the gradient with that dropout in float64 is the truth."""

@@ -11,7 +11,7 @@ from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops import activations
 from gpupipe.ops.activation.tiles import forward_candidates, forward_us
-from gpupipe.ops.activations import curve
+from gpupipe.ops.activations import activated
 from gpupipe.ops.dropout import dropping, kept
 from gpupipe.ops.layout import bucket, ceil_div, inner_rows, row_starts, rows, stride, wide
 
@@ -45,12 +45,12 @@ def act_forward(
     x = pre_activation(x_row, bias_ptr, columns, mask, ROUND)
     if GLU:
         other = pre_activation(x_row, bias_ptr, C + columns, mask, ROUND)
-        factor, _ = curve(other, ACT)
+        factor = activated(other, x_type, ACT)
         if ROUND:
             factor = factor.to(x_type).to(tl.float32)
         y = x * factor
     else:
-        y, _ = curve(x, ACT)
+        y = activated(x, x_type, ACT)
     if ROUND:
         y = y.to(x_type).to(tl.float32)
     if seed_ptr is not None:

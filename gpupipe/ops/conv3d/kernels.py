@@ -9,7 +9,7 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl
-from gpupipe.ops.activations import curve
+from gpupipe.ops.activations import activated, curve
 from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.planes import (
     channel_values,
@@ -51,7 +51,7 @@ def conv_finish(
         y += channel_values(bias_ptr, channel, inside, 0.0)[None, :]
         if ROUND:
             y = y.to(narrow).to(tl.float32)
-    y, _ = curve(y, ACT)
+    y = activated(y, narrow, ACT)
     if residual_ptr is not None:
         if ROUND:
             y = y.to(narrow).to(tl.float32)

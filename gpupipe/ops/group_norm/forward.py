@@ -11,7 +11,7 @@ import torch
 
 from gpupipe.device.autotune import Config, choose, machine
 from gpupipe.device.jit import jit, launch, tl, triton
-from gpupipe.ops.activations import curve
+from gpupipe.ops.activations import activated
 from gpupipe.ops.layout import bucket, ceil_div
 from gpupipe.ops.planes import (
     channel_values,
@@ -134,7 +134,7 @@ def group_norm_apply(
     y = (x - mean[None, :]) * factor[None, :] + channel_values(bias_ptr, channel, inside, 0.0)[None, :]
     if ROUND:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
-    y, _ = curve(y, ACT)
+    y = activated(y, x_ptr.dtype.element_ty, ACT)
     y_ptr += sample * size * C + start * y_position + (wide_channel * y_channel)[None, :]
     tl.store(y_ptr + local[:, None] * y_position, y.to(y_ptr.dtype.element_ty), mask=mask)
 

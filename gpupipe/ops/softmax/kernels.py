@@ -11,11 +11,14 @@ import torch
 from gpupipe.device.autotune import Config, Machine, choose, machine, streaming_us
 from gpupipe.device.jit import jit, launch, tl
 from gpupipe.ops import layout
-from gpupipe.ops.layout import bucket, ceil_div, parts, row_starts
+from gpupipe.ops.dropout import philox
+from gpupipe.ops.layout import bucket, ceil_div, parts, row_starts, there, wide
 
 LARGEST = 16384
 """Columns; longer rows do not fit in the registers of a program."""
 _DRAWS = 65536
+_LOG2_E = 1.4426950408889634
+_LEAST_SCALE = 1e-30
 
 
 @jit
@@ -28,40 +31,48 @@ def _mask_starts(pointer, row, inner, middle, outer_stride, middle_stride, inner
 
 @jit
 def _kept(seed, row, FIRST: tl.constexpr, COLUMNS: tl.constexpr, threshold):
-    """True where dropout keeps an element: by Philox 4x32 (Salmon et al. 2011) with 7 rounds, the fewest that pass BigCrush.
+    """True where dropout keeps an element.
 
     Row and column are the counter, so that the backward draws the same. Sixteen bits decide on an element, so eight share a
-    draw: with more, drawing would take longer than reading and writing.
+    draw: with more, drawing would take longer than reading and writing. They are compared where they stand highest, for what
+    is below them changes no answer. None as a threshold drops all.
     """
-    eighth = FIRST // 8 + tl.arange(0, COLUMNS // 8)[None, :]
-    c0 = eighth + tl.zeros((row.shape[0], 1), tl.int32)
-    c1 = row[:, None] + eighth * 0
-    a, b, c, d = tl.philox(seed, c0, c1, c0 * 0, c0 * 0, 7)
-    four = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.int32, bitcast=True)
-    draws = tl.join(four & 0xFFFF, (four >> 16) & 0xFFFF)
-    return tl.reshape(draws, (row.shape[0], COLUMNS)) >= threshold
+    if threshold is None:
+        return tl.zeros((row.shape[0], COLUMNS), tl.int1)
+    else:
+        eighth = FIRST // 8 + tl.arange(0, COLUMNS // 8)[None, :]
+        c0 = eighth + tl.zeros((row.shape[0], 1), tl.int32)
+        c1 = row[:, None] + eighth * 0
+        a, b, c, d = philox(seed, c0, c1, c0 * 0)
+        four = tl.join(tl.join(a, c), tl.join(b, d))
+        draws = tl.reshape(tl.join(four << 16, four), (row.shape[0], COLUMNS))
+        return draws >= tl.cast(threshold << 16, tl.uint32)
 
 
 @jit
 def _logits(
     x_row, mask_row, mask_step, scale, live, H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr
 ):
-    """scores * scale + mask of one part of some rows; minus infinity beyond their end."""
+    """scores * scale (unless it is None) + mask of one part of some rows; minus infinity beyond their end."""
     columns = FIRST + tl.arange(0, PART)[None, :]
-    inside = live[:, None] & (columns < H)
+    inside = there(live, H, FIRST, PART)
     narrow = x_row.dtype.element_ty
-    z = tl.load(x_row + columns, mask=inside, other=0.0).to(tl.float32) * scale
-    if ROUND:
-        z = z.to(narrow).to(tl.float32)
+    z = wide(x_row + columns, inside)
+    if scale is not None:
+        z = z * scale
+        if ROUND:
+            z = z.to(narrow).to(tl.float32)
     if mask_row is not None:
         at = mask_row + columns * mask_step
         if mask_row.dtype.element_ty == tl.int1:
-            inside = inside & (tl.load(at, mask=inside, other=0) != 0)
+            z = tl.where(tl.load(at, mask=inside, other=0) != 0, z, float("-inf"))
         else:
-            z += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            z += wide(at, inside)
             if ROUND:
                 z = z.to(narrow).to(tl.float32)
-    return tl.where(inside, z, float("-inf"))
+    if FIRST + PART > H:
+        z = tl.where(columns < H, z, float("-inf"))
+    return z
 
 
 @jit
@@ -71,18 +82,22 @@ def _finish(
 ):  # fmt: skip
     columns = FIRST + tl.arange(0, PART)[None, :]
     narrow = y_row.dtype.element_ty
-    y = e * inverse[:, None]
-    if seed is not None:
+    if seed is None:
+        y = e * inverse[:, None]
+    else:
         if ROUND:
-            y = y.to(narrow).to(tl.float32)
-        y = tl.where(_kept(seed, row, FIRST, PART, threshold), y * keep_scale, 0.0)
-    tl.store(y_row + columns, y.to(narrow), mask=live[:, None] & (columns < H))
+            y = (e * inverse[:, None]).to(narrow).to(tl.float32) * keep_scale
+        else:
+            y = e * (inverse * keep_scale)[:, None]
+        y = tl.where(_kept(seed, row, FIRST, PART, threshold), y, 0.0)
+    tl.store(y_row + columns, y.to(narrow), mask=there(live, H, FIRST, PART))
 
 
 @jit
 def softmax_forward(
     x_ptr, mask_ptr, seed_ptr, y_ptr, top_ptr, inverse_ptr, count, x_inner, x_outer_stride, x_inner_stride,
-    mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride, mask_step, scale, threshold, keep_scale,
+    mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride, mask_step,
+    scale, exponent, threshold, keep_scale,
     H: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -103,10 +118,10 @@ def softmax_forward(
         b = _logits(x_row, mask_row, mask_step, scale, live, H, FIRST, SECOND, ROUND)
         top = tl.maximum(top, tl.max(b, 1))
     top = tl.where(top == float("-inf"), 0.0, top)
-    a = tl.exp(a - top[:, None])
+    a = tl.exp2((a - top[:, None]) * exponent)
     total = tl.sum(a, 1)
     if SECOND > 0:
-        b = tl.exp(b - top[:, None])
+        b = tl.exp2((b - top[:, None]) * exponent)
         total += tl.sum(b, 1)
     inverse = tl.where(total == 0.0, 0.0, 1.0 / tl.where(total == 0.0, 1.0, total))
     if top_ptr is not None:
@@ -119,19 +134,19 @@ def softmax_forward(
 
 @jit
 def _load_gradient(
-    dy_row, y_row, x_row, mask_row, mask_step, scale, top, inverse, seed, row, threshold, keep_scale, live,
+    dy_row, y_row, x_row, mask_row, mask_step, scale, exponent, top, inverse, seed, row, threshold, keep_scale, live,
     H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     """The probabilities and their gradient, of one part of some rows."""
     columns = FIRST + tl.arange(0, PART)[None, :]
-    inside = live[:, None] & (columns < H)
+    inside = there(live, H, FIRST, PART)
     narrow = dy_row.dtype.element_ty
-    dy = tl.load(dy_row + columns, mask=inside, other=0.0).to(tl.float32)
+    dy = wide(dy_row + columns, inside)
     if seed is None:
-        y = tl.load(y_row + columns, mask=inside, other=0.0).to(tl.float32)
+        y = wide(y_row + columns, inside)
     else:
         z = _logits(x_row, mask_row, mask_step, scale, live, H, FIRST, PART, ROUND)
-        y = tl.exp(z - top[:, None]) * inverse[:, None]
+        y = tl.exp2((z - top[:, None]) * exponent) * inverse[:, None]
         dy = tl.where(_kept(seed, row, FIRST, PART, threshold), dy * keep_scale, 0.0)
         if ROUND:
             y = y.to(narrow).to(tl.float32)
@@ -145,7 +160,7 @@ def _store_gradient(
     H: tl.constexpr, FIRST: tl.constexpr, PART: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     columns = FIRST + tl.arange(0, PART)[None, :]
-    inside = live[:, None] & (columns < H)
+    inside = there(live, H, FIRST, PART)
     gradient = y * (dy - mean[:, None])
     if dmask_row is not None:
         tl.store(dmask_row + columns, gradient.to(dmask_row.dtype.element_ty), mask=inside)
@@ -159,7 +174,8 @@ def _store_gradient(
 def softmax_backward(
     dy_ptr, y_ptr, x_ptr, mask_ptr, seed_ptr, top_ptr, inverse_ptr, dx_ptr, dmask_ptr, count,
     dy_inner, dy_outer_stride, dy_inner_stride, x_inner, x_outer_stride, x_inner_stride,
-    mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride, mask_step, scale, threshold, keep_scale,
+    mask_inner, mask_middle, mask_outer_stride, mask_middle_stride, mask_inner_stride, mask_step,
+    scale, exponent, dx_scale, threshold, keep_scale,
     H: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, ROUND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -183,20 +199,20 @@ def softmax_backward(
     if dmask_ptr is not None:
         dmask_row = row_starts(dmask_ptr, row, 1, H, 0)
     y0, dy0 = _load_gradient(
-        dy_row, y_row, x_row, mask_row, mask_step, scale, top, inverse, seed, row, threshold, keep_scale, live,
+        dy_row, y_row, x_row, mask_row, mask_step, scale, exponent, top, inverse, seed, row, threshold, keep_scale, live,
         H, 0, FIRST, ROUND,
     )  # fmt: skip
     mean = tl.sum(y0 * dy0, 1)
     if SECOND > 0:
         y1, dy1 = _load_gradient(
-            dy_row, y_row, x_row, mask_row, mask_step, scale, top, inverse, seed, row, threshold, keep_scale, live,
+            dy_row, y_row, x_row, mask_row, mask_step, scale, exponent, top, inverse, seed, row, threshold, keep_scale, live,
             H, FIRST, SECOND, ROUND,
         )  # fmt: skip
         mean += tl.sum(y1 * dy1, 1)
     narrow = dy_ptr.dtype.element_ty
-    _store_gradient(y0, dy0, mean, dx_row, dmask_row, scale, live, narrow, H, 0, FIRST, ROUND)
+    _store_gradient(y0, dy0, mean, dx_row, dmask_row, dx_scale, live, narrow, H, 0, FIRST, ROUND)
     if SECOND > 0:
-        _store_gradient(y1, dy1, mean, dx_row, dmask_row, scale, live, narrow, H, FIRST, SECOND, ROUND)
+        _store_gradient(y1, dy1, mean, dx_row, dmask_row, dx_scale, live, narrow, H, FIRST, SECOND, ROUND)
 
 
 def candidates(size: int, most: int) -> list[dict[str, int]]:
@@ -252,10 +268,21 @@ def mask_steps(mask: torch.Tensor | None, shape: torch.Size) -> tuple[torch.Tens
     return mask, inner, middle, farthest, far, near, whole.stride(-1)
 
 
-def _dropping(p: float) -> tuple[int, float]:
-    """Draws of 16 bits below the first are dropped; what is kept is multiplied by the second."""
+def _dropping(p: float) -> tuple[int | None, float]:
+    """Draws of 16 bits below the first are dropped, all if it is None; what is kept is multiplied by the second."""
     threshold = round(p * _DRAWS)
-    return threshold, 0.0 if threshold == _DRAWS else _DRAWS / (_DRAWS - threshold)
+    return (None, 0.0) if threshold == _DRAWS else (threshold, _DRAWS / (_DRAWS - threshold))
+
+
+def _exponents(mask: torch.Tensor | None, scale: float, conservative: bool) -> tuple[float | None, float]:
+    """The scale of the logits, and what their distance from the largest is multiplied by for exp2.
+
+    A scale that keeps their order, and after which nothing is added or rounded, is left to the latter: the first is None. One
+    that is next to nothing would be 0 there, and what is masked not a number.
+    """
+    if scale > _LEAST_SCALE and not conservative and (mask is None or mask.dtype == torch.bool):
+        return None, scale * _LOG2_E
+    return scale, _LOG2_E
 
 
 def launch_forward(
@@ -271,6 +298,7 @@ def launch_forward(
     size = scores.shape[-1]
     count = scores.numel() // size
     x, *x_steps = _rows(scores)
+    exponents = _exponents(mask, scale, conservative)
     mask, *steps = mask_steps(mask, scores.shape)
     threshold, keep_scale = _dropping(p)
 
@@ -278,14 +306,14 @@ def launch_forward(
         launch(
             softmax_forward, (ceil_div(count, config["ROWS"]),),
             x, mask, seed, y, *((None, None) if seed is None else (top, inverse)),
-            count, *x_steps, *steps, scale, threshold, keep_scale, H=size, ROUND=conservative, **config,
+            count, *x_steps, *steps, *exponents, threshold, keep_scale, H=size, ROUND=conservative, **config,
         )  # fmt: skip
 
     key = (str(x.dtype), size, bucket(count), str(mask is None or mask.dtype), seed is None)
     run(
         choose(
             "softmax_forward", key, x.device,
-            lambda: candidates(size, 64),
+            lambda: candidates(size, 64 if seed is None else 32),  # draws take registers of their own
             lambda config: cost_us(machine(x.device), config, count, size, x.element_size(), 1, 1),
             run,
         )
@@ -319,6 +347,7 @@ def launch_backward(
     count = dy.numel() // size
     of_dy, *dy_steps = _rows(dy)
     x, *x_steps = (None, 1, 0, 0) if scores is None else _rows(scores)
+    exponents = _exponents(mask, scale, conservative)
     mask, *steps = mask_steps(mask if seed is not None else None, dy.shape)
     threshold, keep_scale = _dropping(p)
 
@@ -327,7 +356,7 @@ def launch_backward(
             softmax_backward, (ceil_div(count, config["ROWS"]),),
             of_dy, y, x, mask, seed, *((None, None) if seed is None else (top, inverse)),
             dx if needs[0] else None, dmask if trained else None,
-            count, *dy_steps, *x_steps, *steps, scale, threshold, keep_scale, H=size, ROUND=conservative, **config,
+            count, *dy_steps, *x_steps, *steps, *exponents, scale, threshold, keep_scale, H=size, ROUND=conservative, **config,
         )  # fmt: skip
 
     key = (str(dy.dtype), size, bucket(count), str(mask is None or mask.dtype), seed is None, *needs)
