@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import pickle
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,38 @@ def test_processes_get_held_bytes(clips: dict[str, Path], fresh_cache: Path) -> 
     finally:
         scanner.close()
         process.close()
+
+
+def test_a_scan_has_its_whole_time_however_long_the_bytes_take(
+    clips: dict[str, Path], fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = clips["h264"].read_bytes()
+    video = held.hold(lambda: time.sleep(3) or data, "slow", like=data)
+    monkeypatch.setattr("gpupipe.data.scan.worker._LIMIT_SECONDS", 2.0)
+    monkeypatch.setattr("gpupipe.data.child._ASK_SECONDS", 0.0)
+    scanner = ScanProcess()
+    try:
+        assert scanner.start()
+        assert scanner.make(Identity.of(video.name))[1] == ""
+    finally:
+        scanner.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="bytes are lent in a file")
+def test_bytes_that_cannot_be_lent_end_no_process(
+    clips: dict[str, Path], fresh_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(name: str) -> int:
+        raise OSError(24, "Too many open files")
+
+    video = held.hold(clips["h264"].read_bytes())
+    monkeypatch.setattr(os, "memfd_create", refused)
+    scanner = ScanProcess()
+    try:
+        made = scanner.make_all([Identity.of(video.name), Identity.of(str(clips["vp9"]))])
+        assert [one is None for one in made] == [True, False]
+    finally:
+        scanner.close()
 
 
 def test_a_name_lives_as_long_as_what_keeps_it(clips: dict[str, Path]) -> None:

@@ -88,6 +88,7 @@ def test_a_process_that_died_is_an_error_and_leaves_no_zombie(videos: list[str])
     for _ in range(2):
         with pytest.raises(OpenError, match="scanning process ended"):
             process.make(Identity.of(videos[0]))
+    assert process.make_all([]) == [], "as where all files are gone"
     process.close()
     with pytest.raises(ProcessLookupError):
         os.kill(child.pid, 0)
@@ -197,6 +198,78 @@ def test_a_bad_video_is_alone_to_fail_among_those_asked_for_together(videos: lis
     assert [one is None for one in made] == [False, True, False, False, True]
     assert made[0] == store.make(identities[0])
     process.close()
+
+
+def test_what_is_needed_first_is_made_first_whoever_gave_it_back(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads whose processes are not ready give back one video each, that of the first turn before the others."""
+    ahead = IndexAhead(videos, workers=4)
+    looking: set[str] = set()
+    ready: list[ScanProcess] = []
+    released = threading.Event()
+    made: list[str] = []
+
+    def known(path: str) -> bool:
+        if threading.current_thread() is not ahead.threads[0] and not released.is_set():
+            looking.add(path)
+            while len(looking) < 3 or len(ahead._left) != videos.index(path):
+                time.sleep(0.001)
+        return False
+
+    def start(process: ScanProcess, stop: Stop) -> bool:
+        assert released.wait(60)
+        if not ready:
+            ready.append(process)
+        return process in ready
+
+    def make_all(process: ScanProcess, identities: Sequence[Identity]) -> list[None]:
+        made.extend(identity.path for identity in identities)
+        return [None] * len(identities)
+
+    monkeypatch.setattr(index, "known", known)
+    monkeypatch.setattr(ScanProcess, "start", start)
+    monkeypatch.setattr(ScanProcess, "ready", property(ready.__contains__))
+    monkeypatch.setattr(ScanProcess, "make_all", make_all)
+    ahead.start()
+    while len(ahead._left) < 3:
+        time.sleep(0.001)
+    released.set()
+    ended(ahead)
+    assert made == videos
+
+
+def test_videos_that_take_long_are_asked_for_one_by_one(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of those asked for together is told of before all are done, and who waits for the first has patience for one."""
+    asked: list[int] = []
+
+    def slow(process: ScanProcess, identities: Sequence[Identity]) -> list[None]:
+        asked.append(len(identities))
+        time.sleep(0.1 * len(identities))
+        return [None] * len(identities)
+
+    monkeypatch.setattr("gpupipe.data.index.ahead._SOON_SECONDS", 0.05)
+    monkeypatch.setattr(ScanProcess, "make_all", slow)
+    ended(started(videos, workers=1))
+    assert asked == [1, 1, 1, 1]
+
+
+def test_only_the_new_ones_of_a_first_batch_are_told_of_together(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    index.load(videos[0])
+    released = threading.Event()
+
+    def watched(identity: Identity, stop: Stop) -> tuple[bytes, str]:
+        assert identity.path != videos[2] or released.wait(60)
+        return store.make(identity, stop)
+
+    monkeypatch.setattr("gpupipe.data.index.ahead.make", watched)
+    monkeypatch.setattr("gpupipe.data.index.ahead._BEGIN_SECONDS", 60.0)
+    monkeypatch.setattr(ScanProcess, "heard", False)
+    ahead = started(videos, workers=1, first=2)
+    waiting = threading.Thread(target=ahead.wait_for, args=(videos[1],))
+    waiting.start()
+    waiting.join(10)
+    assert not waiting.is_alive(), "the second one of two was the only one to be made"
+    released.set()
+    ended(ahead)
 
 
 def test_as_many_processes_as_videos(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

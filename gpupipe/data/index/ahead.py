@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import partial
+from heapq import heappop, heappush
 
 from gpupipe.data import index as indices
 from gpupipe.data.bytes import Identity
@@ -24,6 +24,8 @@ _AT_A_TIME = 32
 _TOGETHER = 4
 """Videos that a process is asked for at once, after smaller beginnings. A thread that takes an answer must win the interpreter
 lock from those that decode, for which its process would wait at each video."""
+_SOON_SECONDS = 1.0
+"""What an answer may take for more videos to be asked for at once: none of them is told of before all are done."""
 _BEGIN_SECONDS = 1.0
 """How long the first videos are indexed in this process at most, until another is ready to do that."""
 _PATIENCE_SECONDS = 20.0
@@ -51,8 +53,8 @@ class IndexAhead:
         self._room = _AHEAD
         self._first = first if "av" in sys.modules else 0
         self._next_place = 0
-        self._left: deque[int] = deque()
-        """Places before the next one that are still to be done."""
+        self._left: list[int] = []
+        """Places before the next one that are still to be done, as a heap: threads give them back in any order."""
         self._done: set[int] = set()
         self._working = min(workers, 1)
         self._still = False
@@ -111,7 +113,7 @@ class IndexAhead:
             if self._stopping:
                 return []
             if self._left:
-                return [self._left.popleft()]
+                return [heappop(self._left)]
             room = min(count, self._room) - self._next_place
             few = min(most, max(1, room // len(self._processes)), room)  # the others have to have work too
             self._next_place += few
@@ -143,8 +145,8 @@ class IndexAhead:
                     self._working -= 1
                 break
 
-    def _begin(self, process: ScanProcess) -> None:
-        """Indexes videos here until a process is ready."""
+    def _begin(self, process: ScanProcess, together: int) -> None:
+        """Indexes videos here until a process is ready; tells of as many as ``together`` at once, then of each."""
         process.begin()
         until = time.monotonic() + _BEGIN_SECONDS
         first: list[int] | None = []
@@ -153,7 +155,7 @@ class IndexAhead:
                 with suppress(GpupipeError, Stopped):
                     indices.load(self._paths[places[0]], partial(make, stop=lambda: self._stopping))
                 first = None if first is None else [*first, *places]
-                if first is None or len(first) >= self._first:
+                if first is None or len(first) >= together:
                     self._tell(first or places)
                     first = None
         finally:
@@ -179,17 +181,19 @@ class IndexAhead:
                 places = self._new(places)
                 if places and not process.ready:
                     with self._changed:  # whoever is ready first shall have them
-                        self._left.extendleft(reversed(places))
+                        for place in places:
+                            heappush(self._left, place)
                         self._changed.notify_all()
                     if is_first:
                         self._start_others()
                     if is_first and places[0] < self._first:  # later decode threads are busy
-                        self._begin(process)
+                        self._begin(process, self._first - places[0])
                     if not process.start(lambda: self._stopping):
                         return
                 elif places:
-                    few = min(2 * few, _TOGETHER)
+                    begin = time.monotonic()
                     self._ask(process, places)
+                    few = min(2 * few, _TOGETHER) if time.monotonic() - begin < _SOON_SECONDS else 1
         finally:
             with self._changed:
                 self._working -= 1

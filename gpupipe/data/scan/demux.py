@@ -9,9 +9,10 @@ from gpupipe.data.bytes import ByteStream, for_ffmpeg, open_file
 from gpupipe.data.limit import memory_is_short, no_more_files, no_more_memory, too_many
 from gpupipe.errors import OpenError
 
-_WITHOUT_PICTURES = {"skip_frame": "all", "probesize": "5000"}
-"""Keeps FFmpeg from decoding pictures while it opens a file, which at 1080p takes ten times as long as the rest, and from
-reading many packets for what the header has told."""
+_WITHOUT_PICTURES = {"skip_frame": "all"}
+"""Keeps FFmpeg from decoding pictures while it opens a file, which at 1080p takes ten times as long as the rest."""
+_AT_A_GLANCE = {**_WITHOUT_PICTURES, "probesize": "5000"}
+"""Keeps it from reading many packets too, for what the header has told."""
 
 _BUFFER_BYTES = 256 << 10
 """Of one read through Python, where FFmpeg cannot open a video by its name."""
@@ -22,19 +23,37 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-def open_video(path: str) -> tuple[InputContainer, VideoStream]:
+def open_video(path: str, *, thorough: bool = False) -> tuple[InputContainer, VideoStream]:
     """Opens a file and finds its best video stream.
+
+    Args:
+        thorough: looks at many packets, for what a header and the first one do not tell; else only where these tell too little.
 
     Raises:
         OpenError: when it cannot be opened or has no video.
         DeviceError: when the process may open no more files.
         DeviceMemoryError: when memory is short.
     """
+    tells_all = _tells_all(path)
+    glance = tells_all and not thorough
+    container = _opened(path, tells_all, _AT_A_GLANCE if glance else _WITHOUT_PICTURES if tells_all else {})
+    stream = cast("VideoStream | None", container.streams.best("video"))
+    if glance and not _told(container, stream):
+        container.close()
+        return open_video(path, thorough=True)
+    if stream is None or stream.codec_context is None:
+        container.close()
+        raise OpenError(f"{path} has no video stream that can be decoded", fix="leave it out of the list", path=path)
+    return container, stream
+
+
+def _opened(path: str, tells_all: bool, options: dict[str, str]) -> InputContainer:
+    """Raises: as :func:`open_video`."""
     import av
 
     source = for_ffmpeg(path)
     try:
-        container = av.open(source, "r", options=_WITHOUT_PICTURES if _tells_all(path) else {}, buffer_size=_BUFFER_BYTES)
+        return av.open(source, "r", options=options, buffer_size=_BUFFER_BYTES)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         _raise_failure(source)
         if too_many(error):
@@ -43,14 +62,21 @@ def open_video(path: str) -> tuple[InputContainer, VideoStream]:
             raise no_more_memory(f"cannot open {path}", error, path) from error
         reason = getattr(error, "strerror", None) or error
         fix = "is the file whole, and a video?"
-        if _tells_all(path):
+        if tells_all:
             fix = "is the file whole? An MP4 that was cut, or is still being written, often lacks the index at its end"
         raise OpenError(f"{path} cannot be opened as a video: {reason}", fix=fix, path=path) from error
-    stream = cast("VideoStream | None", container.streams.best("video"))
+
+
+def _told(container: InputContainer, stream: VideoStream | None) -> bool:
+    """Whether a glance was enough.
+
+    Which of several streams is best depends on how many packets of each were seen. And where long sound comes first, none was:
+    codecs whose configuration is not in the header, such as MPEG-2 of cameras, are no more than a name then.
+    """
     if stream is None or stream.codec_context is None:
-        container.close()
-        raise OpenError(f"{path} has no video stream that can be decoded", fix="leave it out of the list", path=path)
-    return container, stream
+        return len(container.streams.video) == 0
+    context = stream.codec_context
+    return len(container.streams.video) == 1 and bool(context.extradata or context.pix_fmt)
 
 
 def _source(container: InputContainer) -> object:

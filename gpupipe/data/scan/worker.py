@@ -24,7 +24,7 @@ _NICE = 5
 _START_SECONDS = 20.0
 """How long a process may take to get ready; most need less than one."""
 _LIMIT_SECONDS = 120.0
-"""How long a scan may take; a film of two hours takes three seconds."""
+"""How long an answer may take; a film of two hours takes three seconds, and only short ones are asked for together."""
 
 
 class ScanProcess(Child):
@@ -66,12 +66,13 @@ class ScanProcess(Child):
         Raises:
             OpenError: when the process has ended.
         """
-        begin = time.monotonic()
-        limit = _LIMIT_SECONDS * len(identities)
+        if not identities:
+            return []
         try:
             with ExitStack() as lent:
                 files = [{"identity": identity.as_dict(), "at": _lent(identity, lent)} for identity in identities]
-                parts = self.ask({"files": files}, lambda: self._ended or time.monotonic() - begin > limit)
+                begin = time.monotonic()
+                parts = self.ask({"files": files}, lambda: self._ended or time.monotonic() - begin > _LIMIT_SECONDS)
         except (ChildEnded, Stopped) as error:
             self.end()
             path = identities[0].path
@@ -83,7 +84,7 @@ class ScanProcess(Child):
 def _lent(identity: Identity, lent: ExitStack) -> str | None:
     """Where the process finds the bytes of a video that only this program has; it will say that it found none where these
     cannot be had."""
-    with suppress(GpupipeError):
+    with suppress(GpupipeError, OSError):  # OSError: no more files, or no memory for a copy
         return lent.enter_context(held.shared(identity.path))
     return None
 
