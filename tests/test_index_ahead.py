@@ -141,26 +141,31 @@ def test_the_first_videos_are_indexed_here_and_told_of_together(
     ended(ahead)
 
 
-def test_a_process_takes_over_once_it_is_ready(videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is waited for first goes to whoever is ready first."""
-    ready = threading.Event()
+@pytest.mark.parametrize("own", [True, False])
+def test_a_process_takes_over_once_it_is_ready(own: bool, videos: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is waited for first goes to whoever is ready first, that of the thread which indexes here or another."""
+    begun = threading.Event()
     here: list[str] = []
 
     def watched(identity: Identity, stop: Stop) -> tuple[bytes, str]:
         here.append(identity.path)
-        ready.set()
+        begun.set()
+        until = time.monotonic() + 60
+        while not own and not any(process.ready for process in ahead._processes) and time.monotonic() < until:
+            time.sleep(0.001)
         return store.make(identity, stop)
 
     start = ScanProcess.start
 
     def late(process: ScanProcess, stop: Stop) -> bool:
-        assert ready.wait(60)
-        return start(process, stop)
+        assert begun.wait(60)
+        return (own or process is not ahead._processes[0]) and start(process, stop)
 
     monkeypatch.setattr("gpupipe.data.index.ahead.make", watched)
-    monkeypatch.setattr(ScanProcess, "heard", property(lambda _: ready.is_set()))
+    monkeypatch.setattr(ScanProcess, "heard", property(lambda _: own and begun.is_set()))
     monkeypatch.setattr(ScanProcess, "start", late)
-    ahead = started(videos, workers=2, first=4)
+    ahead = IndexAhead(videos, workers=2, first=4)
+    ahead.start()
     ended(ahead)
     assert here == videos[:1]
     assert [index.in_memory(path) for path in videos] == [True, False, True, True]

@@ -146,12 +146,12 @@ class IndexAhead:
                 break
 
     def _begin(self, process: ScanProcess, together: int) -> None:
-        """Indexes videos here until a process is ready; tells of as many as ``together`` at once, then of each."""
+        """Indexes videos here until one of the processes is ready; tells of as many as ``together`` at once, then of each."""
         process.begin()
         until = time.monotonic() + _BEGIN_SECONDS
         first: list[int] | None = []
         try:
-            while not process.heard and time.monotonic() < until and (places := self._next(1, wait=False)):
+            while not self._is_over(process, until) and (places := self._next(1, wait=False)):
                 with suppress(GpupipeError, Stopped):
                     indices.load(self._paths[places[0]], partial(make, stop=lambda: self._stopping))
                 first = None if first is None else [*first, *places]
@@ -160,6 +160,10 @@ class IndexAhead:
                     first = None
         finally:
             self._tell(first or ())
+
+    def _is_over(self, process: ScanProcess, until: float) -> bool:
+        """Whether others take over from here: a scan beside decode threads that have work takes many times as long."""
+        return process.heard or any(other.ready for other in self._processes) or time.monotonic() >= until
 
     def _tell(self, places: Iterable[int]) -> None:
         """Says that videos are done, as far as can be ahead of their turn."""
