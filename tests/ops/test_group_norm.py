@@ -14,7 +14,7 @@ import gpupipe.ops as ops
 from gpupipe.device import jit
 from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import activations
-from gpupipe.ops.group_norm import group_norm_backward_op, group_norm_op
+from gpupipe.ops.group_norm import forward, group_norm_backward_op, group_norm_op
 
 pytestmark = pytest.mark.skipif(not jit.interpreted(), reason="needs TRITON_INTERPRET=1")
 
@@ -70,6 +70,22 @@ def test_values_and_gradients(shape: tuple[int, ...], groups: int, act: str | No
     assert_close(x, weight, bias, groups, act)
     y = ops.group_norm_act(x, groups, weight, bias, activation=act)
     assert y.is_contiguous(memory_format=LAST if last else torch.contiguous_format)
+
+
+@pytest.mark.parametrize("last", [False, True], ids=["first", "last"])
+def test_tiles_that_are_all_whole_and_those_that_are_not(last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole ones are read without a mask."""
+    whole: list[bool] = []
+    launch = forward.launch
+
+    def watched(kernel: object, *args: object, **options: object) -> None:
+        whole.extend(bool(value) for name, value in options.items() if name == "WHOLE")
+        launch(kernel, *args, **options)
+
+    monkeypatch.setattr(forward, "launch", watched)
+    for size in (8, 7):
+        assert_close(*made((2, 64, 2, 8, size), torch.bfloat16, last), 4, "silu")
+    assert whole == [True, False]
 
 
 @pytest.mark.parametrize("size", [1, 15, 16, 17])

@@ -116,9 +116,10 @@ def group_norm_finish(
 def group_norm_apply(
     x_ptr, channel_ptr, bias_ptr, y_ptr, size, tiles, blocks, x_batch, x_channel, x_position, y_channel, y_position,
     C: tl.constexpr, POSITIONS: tl.constexpr, CHANNELS: tl.constexpr, ACT: tl.constexpr,
-    ROUND: tl.constexpr, LAST: tl.constexpr,
+    ROUND: tl.constexpr, LAST: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Normalises one tile. The first programs take the last tiles."""
+    """Normalises one tile. The first programs take the last tiles. ``WHOLE``: none goes beyond the end, and nothing is masked:
+    where bytes and instructions take as long, masks are felt."""
     sample, block, tile = place(tl.num_programs(0) - 1 - tl.program_id(0), tiles, blocks, LAST)
     channel = block * CHANNELS + tl.arange(0, CHANNELS)
     inside = channel < C
@@ -126,8 +127,11 @@ def group_norm_apply(
     start = tile.to(tl.int64) * POSITIONS
     mask = (local < size - start)[:, None] & inside[None, :]
     wide_channel = channel.to(tl.int64)
-    x_ptr += sample * x_batch + start * x_position + (wide_channel * x_channel)[None, :]
-    x = tl.load(x_ptr + local[:, None] * x_position, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    at = x_ptr + sample * x_batch + start * x_position + (wide_channel * x_channel)[None, :] + local[:, None] * x_position
+    if WHOLE:
+        x = tl.load(at, eviction_policy="evict_first").to(tl.float32)
+    else:
+        x = tl.load(at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
     channel_ptr += sample * (2 * C) + channel
     mean = tl.load(channel_ptr, mask=inside, other=0.0)
     factor = tl.load(channel_ptr + C, mask=inside, other=0.0)
@@ -135,8 +139,11 @@ def group_norm_apply(
     if ROUND:
         y = y.to(y_ptr.dtype.element_ty).to(tl.float32)
     y = activated(y, x_ptr.dtype.element_ty, ACT)
-    y_ptr += sample * size * C + start * y_position + (wide_channel * y_channel)[None, :]
-    tl.store(y_ptr + local[:, None] * y_position, y.to(y_ptr.dtype.element_ty), mask=mask)
+    to = y_ptr + sample * size * C + start * y_position + (wide_channel * y_channel)[None, :] + local[:, None] * y_position
+    if WHOLE:
+        tl.store(to, y.to(y_ptr.dtype.element_ty))
+    else:
+        tl.store(to, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def launch_forward(
@@ -188,11 +195,12 @@ def launch_forward(
 
     def apply(config: Config) -> None:
         tiles, blocks = ceil_div(size, config["POSITIONS"]), ceil_div(channels, config["CHANNELS"])
+        whole = size % config["POSITIONS"] == 0 and channels % config["CHANNELS"] == 0
         launch(
             group_norm_apply, (batch * tiles * blocks,),
             parts.tensor, ready, bias, y, size, tiles, blocks, *parts.strides,
             *((1, channels) if last else (size, 1)),
-            C=channels, ACT=activation, ROUND=conservative, LAST=last, **config,
+            C=channels, ACT=activation, ROUND=conservative, LAST=last, WHOLE=whole, **config,
         )  # fmt: skip
 
     apply(
