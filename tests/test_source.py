@@ -410,6 +410,21 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
         collect(table, SourceConfig(label_column="class"))
 
 
+def test_labels_that_only_some_items_have_can_be_left_out(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    videos = [table(tree / "train.csv", "path,label,score", "x.mp4,1,2", "y.mp4,0,3"), str(tree / "a")]
+    weights = (0.7, 0.3)
+    with pytest.raises(SourceError, match="has no label, and other rows have one") as caught:
+        list_videos(videos, LoaderConfig(source={"weights": weights}))
+    assert "source={'label_from': 'none'}" in (caught.value.fix or "")
+    listing = list_videos(videos, LoaderConfig(source={"weights": weights, "label_from": "none"}))
+    assert listing.kinds == {}
+    assert listing.classes == ()
+    assert [dict(entry.columns) for entry in listing.entries[:2]] == [{"score": 2}, {"score": 3}]
+    near = table(tree / "near.csv", "path,lable", "x.mp4,1")
+    assert list_videos(near, LoaderConfig(source={"label_from": "none"})).kinds == {}
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("lable", True), ("labels", True), ("Label", True), ("lbl", True), ("label_id", True), ("level", False), ("table", False)],

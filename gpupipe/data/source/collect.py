@@ -75,6 +75,8 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
         check_inside(entries, config.root, config.npy_columns)
     if config.label_from == "folder":
         return _label_by_folder(entries, config.classes)
+    if config.label_from == "none":
+        return [_without_label(entry) for entry in entries]
     return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
 
 
@@ -263,6 +265,10 @@ def name_labels(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
         return names[label] if isinstance(label, int) and 0 <= label < len(names) else label
 
     return [replace(entry, columns={**entry.columns, "label": named(entry.columns.get("label"))}) for entry in entries]
+
+
+def _without_label(entry: Entry) -> Entry:
+    return replace(entry, columns={name: value for name, value in entry.columns.items() if name != "label"})
 
 
 def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:

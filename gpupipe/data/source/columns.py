@@ -135,7 +135,10 @@ def _missing(entries: Iterable[Entry], entry: Entry, name: str, *, asked: bool) 
                 f"no row has a label, though there is a column for it: that of {entry.named} is empty",
                 fix="label each row, or leave the column out",
             )
-        return SourceError(f"{entry.named} has no label, and other rows have one", fix="label each row, or none")
+        return SourceError(
+            f"{entry.named} has no label, and other rows have one",
+            fix="label each row, or read no labels: source={'label_from': 'none'}",
+        )
     close = difflib.get_close_matches(name, [column for column in map(str, entry.columns) if column != name], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return SourceError(
