@@ -405,9 +405,18 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     assert [dict(entry.columns) for entry in entries] == [{"label": 3, "score": 0.5}, {"label": 1, "score": 0.25}]
     with pytest.raises(SourceError, match=r"a\.mp4 \(.*list\.csv.*\) has no column 'kind' \(its columns: class, score\)"):
         collect(table, SourceConfig(path_column="file", label_column="kind"))
-    table.write_text("path,class,label\na.mp4,3,1\n")
-    with pytest.raises(SourceError, match="has a column 'label' beside"):
-        collect(table, SourceConfig(label_column="class"))
+
+
+def test_the_column_chosen_for_the_label_takes_the_place_of_one_called_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = table(tmp_path / "t.csv", "path,score,label", "a.mp4,3,7", "b.mp4,5,8")
+    caplog.set_level("INFO", "gpupipe")
+    listing = list_videos(path, LoaderConfig(source={"label_column": "score"}))
+    assert [dict(entry.columns) for entry in listing.entries] == [{"label": 3}, {"label": 5}]
+    assert caplog.messages == [
+        f"source.label_column is 'score', so the column 'label' that {listing.entries[0].named} has too is left out"
+    ]
 
 
 def test_labels_that_only_some_items_have_can_be_left_out(tree: Path, caplog: pytest.LogCaptureFixture) -> None:

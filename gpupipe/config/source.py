@@ -69,8 +69,8 @@ class SourceConfig(StageConfig):
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
     label_column: str = "label"
-    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
-    their place among ``classes``."""
+    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here, and another column that
+    is called ``label`` is left out. Names of classes become their place among ``classes``."""
 
     npy_columns: tuple[str, ...] = ()
     """Columns that hold paths of .npy files, relative to the table's own folder: what the files hold travels to the batch under
