@@ -905,7 +905,7 @@ def test_damaged_clips_may_count_as_bad(folder: Path, clips: dict[str, Path], tm
         stats = loader.stats()
     assert [(clip.path, clip.pick.indices[0]) for clip in found[:1]] == [(rotten, 40)], "its whole part is used"
     assert len(found) == 2
-    assert "frame 4 whole" in loader.bad_files[rotten]
+    assert "frames from frame 4 on only in part" in loader.bad_files[rotten]
     assert stats["bad_clips"] == 1
     assert stats["damaged_frames"] == 0
 

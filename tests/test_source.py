@@ -293,6 +293,13 @@ def test_a_column_that_cannot_travel_is_named(columns: list[dict[str, Any]], ask
     assert says in str(caught.value)
 
 
+def test_a_column_asked_of_a_folder_is_told_to_need_a_table(tree: Path) -> None:
+    for source in ({}, {"label_from": "folder"}):
+        with pytest.raises(SourceError, match="has no value in column 'caption'") as caught:
+            list_videos(tree, LoaderConfig(columns="caption", source=source))
+        assert "a folder or a list of paths has no columns: give a table" in (caught.value.fix or "")
+
+
 @pytest.mark.parametrize(
     "values",
     [
