@@ -168,7 +168,7 @@ def command(
     seconds: Annotated[
         float | None, typer.Option(help="Stop after so many seconds.", show_default="10 without --clips")
     ] = None,
-    batches: Annotated[int | None, typer.Option(hidden=True)] = None,
+    batches: Annotated[int | None, typer.Option(hidden=True, show_default="none")] = None,  # to name --clips
     warmup_batches: Annotated[int, typer.Option("--warmup", help="Batches before the clock starts.")] = 0,
     loader: Annotated[
         Path | None, typer.Option("--config", help="A loader's YAML file; the options below win.", show_default="none")
