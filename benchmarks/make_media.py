@@ -54,6 +54,7 @@ SIZES = {
 """Width, height and the rate of an H.264 stream in bits a second."""
 CODECS = {"h264": ("libx264", 1.0), "hevc": ("libx265", 2 / 3), "vp9": ("libvpx-vp9", 2 / 3), "av1": ("libsvtav1", 0.5)}
 """The encoder, and its rate as a share of H.264's."""
+DEFAULT_KINDS = ["h264-1080p", "h264-256p"]
 _NAME = re.compile(r"(\w+)-(\w+?)(?:-g(\d+))?")
 
 
@@ -196,7 +197,13 @@ def make_one(path: Path, kind: str, seconds: float, seed: int, source: Path | No
 def make(
     folder: Path, kinds: list[str], *, sources: int = 4, seconds: float = 22, source: Path | None = None
 ) -> dict[str, list[Path]]:
-    """Makes what is missing of ``sources`` videos of each kind, in parallel processes, and returns the paths by kind."""
+    """Makes what is missing of ``sources`` videos of each kind, in parallel processes, and returns the paths by kind.
+
+    Raises:
+        ValueError: when a kind is none, before anything is made.
+    """
+    for kind in kinds:
+        kind_of(kind)
     folder.mkdir(parents=True, exist_ok=True)
     origin = f"-{source.stem}" if source else ""
     paths = {kind: [folder / f"{kind}-{seconds:g}s{origin}-{k}.mp4" for k in range(sources)] for kind in kinds}
@@ -217,10 +224,24 @@ def make(
     return paths
 
 
+def _kind_name(name: str) -> str:
+    """A kind's name on the command line."""
+    try:
+        kind_of(name)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return name
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the videos that the benchmarks read.")
     parser.add_argument("out", type=Path)
-    parser.add_argument("--kinds", nargs="+", default=["h264-1080p", "h264-256p"], help="CODEC-SIZE[-gN]")
+    parser.add_argument(
+        "--kinds", nargs="+", type=_kind_name, default=DEFAULT_KINDS, help=(
+            f"CODEC-SIZE[-gN]: {', '.join(CODECS)}; {', '.join(SIZES)}; a keyframe at least every N frames, {GOP} without. "
+            f"Default: {' '.join(DEFAULT_KINDS)}"
+        ),
+    )  # fmt: skip
     parser.add_argument("--sources", type=int, default=4, help="videos of each kind")
     parser.add_argument("--seconds", type=float, default=22)
     parser.add_argument("--source", type=Path, help="a real video to scale and loop instead of made-up pictures")

@@ -400,10 +400,22 @@ class Batch(Mapping[str, "torch.Tensor"]):
         try:
             return self._tensors[key]
         except KeyError:
-            where = f" (the text of {key!r} is in batch.text[{key!r}])" if key in self.text else ""
-            if key == "label":
-                where = " (labels come from a column 'label', or with source={'label_from': 'folder'} from the folders)"
-            raise KeyError(f"{key!r}: this batch has {', '.join(self._tensors)}{where}") from None
+            raise KeyError(self._lacking(key)) from None
+
+    if not TYPE_CHECKING:  # for which there are no other attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Says where what is no attribute is, as for a key that is not there."""
+            if name.startswith("_"):  # asked for by Python itself, also before there is anything
+                raise AttributeError(f"a Batch has no attribute {name!r}")
+            there = f"{name!r} is no attribute: batch[{name!r}] has it" if name in self._tensors else self._lacking(name)
+            raise AttributeError(there)
+
+    def _lacking(self, key: str) -> str:
+        where = f" (the text of {key!r} is in batch.text[{key!r}])" if key in self.text else ""
+        if key == "label":
+            where = " (labels come from a column 'label', or with source={'label_from': 'folder'} from the folders)"
+        return f"{key!r}: this batch has {', '.join(self._tensors)}{where}"
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -368,6 +368,27 @@ def test_names_of_cases_say_what_they_are() -> None:
     assert (kind.codec, kind.width, kind.height, kind.gop) == ("libvpx-vp9", 1280, 720, 30)
 
 
+def test_a_kind_of_media_that_is_none_is_named_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["make_media.py", str(tmp_path / "out"), "--kinds", "h264-360p"])
+    with pytest.raises(SystemExit) as left:
+        make_media.main()
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert left.value.code == 2
+    assert "'h264-360p' is not CODEC-SIZE[-gN] with one of h264, hevc, vp9, av1 and one of 4k, 1080p" in told
+    with pytest.raises(ValueError, match="h264-360p"):
+        make_media.make(tmp_path / "out", ["h264-360p"])
+    assert not (tmp_path / "out").exists()
+    monkeypatch.setenv("COLUMNS", "300")  # argparse breaks lines at hyphens too
+    monkeypatch.setattr(sys, "argv", ["make_media.py", "--help"])
+    with pytest.raises(SystemExit):
+        make_media.main()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "h264, hevc, vp9, av1; 4k, 1080p, 720p, 256p, tiny" in shown
+    assert "Default: h264-1080p h264-256p" in shown
+
+
 @pytest.mark.parametrize("codec", list(make_media.CODECS))
 def test_media_of_every_codec(codec: str, tmp_path: Path) -> None:
     (path,) = make_media.make(tmp_path, [f"{codec}-tiny-g12"], sources=1, seconds=1)[f"{codec}-tiny-g12"]

@@ -258,6 +258,13 @@ def test_bench_shows_the_stages_at_work(run, folder: Path) -> None:  # type: ign
     assert any(row.startswith("limit ") and "training loop" in row for row in shown.out.splitlines())
 
 
+def test_bench_tells_who_asks_for_batches_of_clips(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
+    result = run("bench", folder, "--batches", "6")
+    assert result.code == 2
+    assert "--clips" in result.err
+    assert "--batches" not in run("bench", "--help").out
+
+
 def test_bench_names_bad_files(run, folder: Path) -> None:  # type: ignore[no-untyped-def]
     (folder / "bad.mp4").write_bytes(b"")
     result = run("bench", folder, "--clips", "8", *SMALL)

@@ -201,6 +201,33 @@ def test_all_faults_are_told_at_once_with_their_lines(write: Write) -> None:
     assert "no multiple" in theirs.faults[0].message
 
 
+def test_a_preset_that_is_not_known_hides_no_other_fault(write: Write) -> None:
+    document = read(write("transform:\n  preset: kinetics_tran\n  size: 0\n  hflip: 2\n  blur: {sigma: 0}\n"), LoaderConfig)
+    assert found(document) == [
+        (2, "transform.preset"), (3, "transform.size"), (4, "transform.hflip"), (5, "transform.blur.sigma"),
+    ]  # fmt: skip
+    assert "did you mean 'kinetics_train'" in document.faults[0].message
+    assert found(read(write("transform: kinetics_tran\n"), LoaderConfig)) == [(1, "transform")]
+    assert found(read(write("transform: {preset: [a]}\n"), LoaderConfig)) == [(1, "transform.preset")]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("transform: {size: 0}", "size: Input should be greater than or equal to 1 (got 0)"),
+        ("clip: {speed: 0}", "speed: Input should be greater than or equal to 0.015625 (got 0)"),
+        ("transform: {short_side: 0}", "short_side: Input should be greater than or equal to 1 (got 0)"),
+        ("transform: {color_jitter: {hue: 3}}", "hue: Input should be less than or equal to 0.5 (got 3)"),
+        ("source: {epoch_length: 0}", "epoch_length: Input should be greater than or equal to 1 (got 0)"),
+    ],
+)
+def test_a_number_that_stands_for_several_is_told_of_once(write: Write, text: str, says: str) -> None:
+    (fault,) = read(write(text), LoaderConfig).faults
+    assert says in fault.message
+    several = read(write("transform: {size: [0, -1]}"), LoaderConfig)
+    assert [key for _, key in found(several)] == ["transform.size.0", "transform.size.1"]
+
+
 def test_faults_of_what_a_key_becomes_name_the_key(write: Write) -> None:
     text = "tele_tron:\n  data_pipeline:\n    frame_sampler:\n      mode: uniform\n      stride: 2\n"
     document = read(write(text), LoaderConfig)

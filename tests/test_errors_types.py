@@ -126,6 +126,15 @@ def test_a_batch_has_its_labels_by_name() -> None:
     assert "class of each clip" in str(Batch.label.__doc__)
 
 
+def test_what_is_no_attribute_of_a_batch_is_told_of_as_a_key_is() -> None:
+    batch = Batch({"score": torch.zeros(1)}, text={"caption": ["a"]})
+    for name, says in (("caption", r"in batch\.text\['caption'\]"), ("score", r"batch\['score'\] has it"), ("x", "has score")):
+        with pytest.raises(AttributeError, match=says):
+            getattr(batch, name)
+        assert not hasattr(batch, name)
+    assert pickle.loads(pickle.dumps(batch)).text == copy.copy(batch).text == batch.text
+
+
 def test_a_batch_shows_shapes_and_never_data() -> None:
     assert repr(make_batch()) == "Batch(epoch 1, index 5, video: float32[2, 3, 1, 4, 4], label: int64[2], on cpu)"
 

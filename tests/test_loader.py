@@ -905,7 +905,7 @@ def test_damaged_clips_may_count_as_bad(folder: Path, clips: dict[str, Path], tm
         stats = loader.stats()
     assert [(clip.path, clip.pick.indices[0]) for clip in found[:1]] == [(rotten, 40)], "its whole part is used"
     assert len(found) == 2
-    assert "frame 4 whole" in loader.bad_files[rotten]
+    assert "frames from frame 4 on only in part" in loader.bad_files[rotten]
     assert stats["bad_clips"] == 1
     assert stats["damaged_frames"] == 0
 
@@ -918,6 +918,38 @@ def test_all_files_bad_is_one_clear_error(tmp_path: Path) -> None:
         assert "bad_files" in str(caught.value)
         assert set(loader.bad_files) <= set(rows)
         assert loader.bad_files
+
+
+@pytest.mark.parametrize("on_bad_file", ["substitute", "skip"])
+@pytest.mark.parametrize(
+    ("clip", "columns", "fix"),
+    [
+        ({"frames": 4000, "pad": "error"}, {}, "use pad='repeat-last' or 'loop'"),
+        ({"frames": 4}, {"start_frame": 9999}, "correct the row"),
+    ],
+)
+def test_where_every_row_fails_alike_the_error_has_the_way_out_once(
+    on_bad_file: str, clip: dict[str, Any], columns: dict[str, Any], fix: str, folder: Path
+) -> None:
+    rows = [{"path": str(folder / f"even/{k}.mp4"), **columns} for k in (0, 0)]
+    loader = VideoLoader(rows, **SMALL | {"clip": clip}, on_bad_file=on_bad_file)
+    with loader, pytest.raises(DecodeError) as caught:
+        list(loader)
+    assert fix in (caught.value.fix or "")
+    assert "VideoLoader.bad_files" in (caught.value.fix or "")
+    assert str(caught.value).count("What to do:") == 1
+
+
+@pytest.mark.parametrize("on_bad_file", ["substitute", "skip"])
+def test_where_a_filter_leaves_only_files_that_fail_the_error_tells_of_it(
+    on_bad_file: str, folder: Path, tmp_path: Path
+) -> None:
+    rows = [str(folder / "even/0.mp4"), *(str(tmp_path / f"none{k}.mp4") for k in range(2))]
+    filtered = {"filter": {"min_frames": 100_000}}
+    with VideoLoader(rows, **SMALL, source=filtered, on_bad_file=on_bad_file) as loader:
+        assert len(loader.left_out) == 1
+        with pytest.raises(DecodeError, match=r"source\.filter leaves: 1 it leaves out \(see VideoLoader\.left_out"):
+            list(loader)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -293,6 +293,13 @@ def test_a_column_that_cannot_travel_is_named(columns: list[dict[str, Any]], ask
     assert says in str(caught.value)
 
 
+def test_a_column_asked_of_a_folder_is_told_to_need_a_table(tree: Path) -> None:
+    for source in ({}, {"label_from": "folder"}):
+        with pytest.raises(SourceError, match="has no value in column 'caption'") as caught:
+            list_videos(tree, LoaderConfig(columns="caption", source=source))
+        assert "a folder or a list of paths has no columns: give a table" in (caught.value.fix or "")
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -405,9 +412,33 @@ def test_the_label_may_have_another_name(tmp_path: Path) -> None:
     assert [dict(entry.columns) for entry in entries] == [{"label": 3, "score": 0.5}, {"label": 1, "score": 0.25}]
     with pytest.raises(SourceError, match=r"a\.mp4 \(.*list\.csv.*\) has no column 'kind' \(its columns: class, score\)"):
         collect(table, SourceConfig(path_column="file", label_column="kind"))
-    table.write_text("path,class,label\na.mp4,3,1\n")
-    with pytest.raises(SourceError, match="has a column 'label' beside"):
-        collect(table, SourceConfig(label_column="class"))
+
+
+def test_the_column_chosen_for_the_label_takes_the_place_of_one_called_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = table(tmp_path / "t.csv", "path,score,label", "a.mp4,3,7", "b.mp4,5,8")
+    caplog.set_level("INFO", "gpupipe")
+    listing = list_videos(path, LoaderConfig(source={"label_column": "score"}))
+    assert [dict(entry.columns) for entry in listing.entries] == [{"label": 3}, {"label": 5}]
+    assert caplog.messages == [
+        f"source.label_column is 'score', so the column 'label' that {listing.entries[0].named} has too is left out"
+    ]
+
+
+def test_labels_that_only_some_items_have_can_be_left_out(tree: Path, caplog: pytest.LogCaptureFixture) -> None:
+    videos = [table(tree / "train.csv", "path,label,score", "x.mp4,1,2", "y.mp4,0,3"), str(tree / "a")]
+    weights = (0.7, 0.3)
+    with pytest.raises(SourceError, match="has no label, and other rows have one") as caught:
+        list_videos(videos, LoaderConfig(source={"weights": weights}))
+    assert "source={'label_from': 'none'}" in (caught.value.fix or "")
+    listing = list_videos(videos, LoaderConfig(source={"weights": weights, "label_from": "none"}))
+    assert listing.kinds == {}
+    assert listing.classes == ()
+    assert [dict(entry.columns) for entry in listing.entries[:2]] == [{"score": 2}, {"score": 3}]
+    near = table(tree / "near.csv", "path,lable", "x.mp4,1")
+    assert list_videos(near, LoaderConfig(source={"label_from": "none"})).kinds == {}
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

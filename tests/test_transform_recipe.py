@@ -131,7 +131,7 @@ def test_a_preset_as_an_argument_leaves_what_the_configuration_says() -> None:
         ({"color_jitter": {"brigthness": 0.4}}, "did you mean 'brightness'"),
         ({"color_jitter": {"brightness": -0.4}}, "brightness: must not be negative"),
         ({"color_jitter": {"contrast": (1.2, 0.8)}}, r"contrast must be \(low, high\)"),
-        ({"color_jitter": {"hue": 0.6}}, r"hue\.0"),
+        ({"color_jitter": {"hue": 0.6}}, r"hue: .*got 0\.6"),
         ({"mean": (0.5, 0.5)}, r"mean\.2"),
         ({"std": (0.5, 0.5, 0.5, 0.5)}, "std"),
         ({"affine": {"shear": (1, 2, 3)}}, "shear"),
@@ -151,7 +151,7 @@ def test_a_preset_as_an_argument_leaves_what_the_configuration_says() -> None:
         ({"short_side": (100, 256), "crop": "random"}, "smaller than the crop size"),
         ({"layout": "NTCHW", "memory_format": "channels_last_3d"}, "needs layout='NCTHW'"),
         ({"crop": "three", "draws": "frame"}, "exclude each other"),
-        ({"fill": 2}, r"fill\.0"),
+        ({"fill": 2}, r"fill: .*got 2"),
         ({"vflip": -0.1}, "vflip"),
     ],
 )

@@ -122,6 +122,30 @@ def test_the_command_takes_a_loaders_file(clips: dict[str, Path], tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("clip", "options", "steps"),
+    [
+        ("{frames: 3, stride: 4}", [], [4, 4]),
+        ("{frames: 3, stride: 4}", ["--frames", "2"], [4]),
+        ("{frames: 3, fps: 5}", ["--stride", "3"], [3, 3]),
+        ("{frames: 5, sampling: uniform}", [], None),
+    ],
+)
+def test_the_command_takes_the_clip_of_a_loaders_file(
+    clip: str, options: list[str], steps: list[int] | None, clips: dict[str, Path], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    (tmp_path / "run.yaml").write_text(f"transform: {{size: 32}}\nclip: {clip}\nbatch: {{size: 6}}\n")
+    arguments = [clips["h264"], "--out", tmp_path / "a.png", "--transform", tmp_path / "run.yaml", "--json", *options]
+    with pytest.raises(SystemExit) as left:
+        main(["view", *map(str, arguments), "--device", "cpu"])
+    assert not left.value.code
+    shown = [made["frames"] for made in json.loads(capsys.readouterr().out)["clips"]]
+    assert len(shown) == 4
+    for frames in shown:
+        assert [int(step) for step in np.diff(frames)] == steps if steps is not None else len(frames) == 5
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--transform", "kinetics_evil"], "did you mean 'kinetics_eval'"),

@@ -168,6 +168,7 @@ def command(
     seconds: Annotated[
         float | None, typer.Option(help="Stop after so many seconds.", show_default="10 without --clips")
     ] = None,
+    batches: Annotated[int | None, typer.Option(hidden=True, show_default="none")] = None,  # to name --clips
     warmup_batches: Annotated[int, typer.Option("--warmup", help="Batches before the clock starts.")] = 0,
     loader: Annotated[
         Path | None, typer.Option("--config", help="A loader's YAML file; the options below win.", show_default="none")
@@ -213,6 +214,8 @@ def command(
 
     Shows clips/s, frames/s, waits, packets decoded per frame, and the use of engines, CPU and memory.
     """
+    if batches is not None:
+        raise typer.BadParameter("the length is said in clips, --clips, or in --seconds", param_hint="--batches")
     config = BenchConfig(
         videos=tuple(paths), clips=clips, seconds=seconds, warmup_batches=warmup_batches, config=loader, frames=frames,
         stride=stride, transform=transform, size=size, batch=batch, device=device, decoder=decoder, threads=threads,

@@ -17,13 +17,15 @@ class ViewConfig(StageConfig):
 
     video: str
     transform: str = "kinetics_train"
-    """The name of a preset, or a YAML file of a loader whose ``transform`` is taken."""
+    """The name of a preset, or a YAML file of a loader whose ``transform`` and ``clip`` are taken."""
     out: Path = Path("view.png")
     """``.png``: a contact sheet; ``.gif`` or ``.mp4``: an animation."""
     clips: Annotated[int, Field(ge=1, le=64)] = 4
     """Draws shown, each of a clip of its own."""
-    frames: Annotated[int, Field(ge=1, le=256)] = 16
-    stride: Annotated[int, Field(ge=1)] = 2
+    frames: Annotated[int, Field(ge=1, le=256)] | None = None
+    """Frames in a clip; None: the file's, or 16 with a preset."""
+    stride: Annotated[int, Field(ge=1)] | None = None
+    """Distance between them; None: the file's, or 2 with a preset."""
     size: Annotated[int, Field(ge=1)] | None = None
     """Side of the output in pixels; None: the transform's."""
     device: str = "auto"
@@ -44,21 +46,26 @@ def view(config: ViewConfig) -> dict[str, Any]:
     import json
 
     from gpupipe import VideoLoader
-    from gpupipe.config import LoaderConfig, TransformConfig
+    from gpupipe.config import ClipConfig, LoaderConfig, TransformConfig
     from gpupipe.observe.view import show, suffix_of
 
     suffix_of(config.out)
     check_writable("--out", config.out)
     if config.transform.endswith((".yaml", ".yml")):
-        transform = LoaderConfig.from_yaml(config.transform).transform
+        file = LoaderConfig.from_yaml(config.transform)
+        transform, clip = file.transform, file.clip
     else:
-        transform = TransformConfig.parse(config.transform)
+        transform, clip = TransformConfig.parse(config.transform), ClipConfig(frames=16, stride=2)
     changes: dict[str, Any] = {} if config.size is None else {"size": config.size}
     given = {name: getattr(transform, name) for name in transform.model_fields_set} | changes
     clips = config.clips + -config.clips % transform.crops
+    visits = clips // transform.crops if clip.sampling == "uniform" else 1  # of which a visit has one clip
+    named = {name: value for name, value in (("frames", config.frames), ("stride", config.stride)) if value is not None}
+    alone = LoaderConfig(clip=clip.model_copy(update={"clips_per_video": 1}))  # whatever batches the file's clips are for
     with VideoLoader(
-        config.video,
-        clip={"frames": config.frames, "stride": config.stride, "clips_per_video": clips},
+        [config.video] * visits,
+        config=alone,
+        clip=named | {"clips_per_video": clips // visits},
         transform=TransformConfig(**given | {"mix": None}),
         batch=clips,
         device=config.device,
@@ -81,12 +88,14 @@ def view(config: ViewConfig) -> dict[str, Any]:
 def command(
     video: Annotated[str, typer.Argument(help="The video.")],
     transform: Annotated[
-        str, typer.Option(help="kinetics_train, kinetics_eval, videomae, diffusion, or a loader's YAML file.")
+        str, typer.Option(help="kinetics_train, kinetics_eval, videomae, diffusion, or a loader's YAML file, its clip too.")
     ] = "kinetics_train",
     out: Annotated[Path, typer.Option(help="A .png for a contact sheet, a .gif or .mp4 for an animation.")] = Path("view.png"),
     clips: Annotated[int, typer.Option(help="Clips shown, each with a draw of its own.")] = 4,
-    frames: Annotated[int, typer.Option(help="Frames in a clip.")] = 16,
-    stride: Annotated[int, typer.Option(help="Distance between frames of a clip.")] = 2,
+    frames: Annotated[int | None, typer.Option(help="Frames in a clip.", show_default="the file's, or 16")] = None,
+    stride: Annotated[
+        int | None, typer.Option(help="Distance between frames of a clip.", show_default="the file's, or 2")
+    ] = None,
     size: Annotated[int | None, typer.Option(help="Side of the output in pixels.", show_default="the transform's")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     seed: Annotated[int, typer.Option(help="Fixes frames and draws.")] = 0,

@@ -58,8 +58,10 @@ class SourceConfig(StageConfig):
     """Endings of the names of files that count as videos in a folder or a shard, in lower or upper case."""
     recursive: bool = True
     """Look into the folders inside a folder too."""
-    label_from: Literal["column", "folder"] = "column"
-    """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then."""
+    label_from: Literal["column", "folder", "none"] = "column"
+    """``folder``: the label is the position of the video's parent folder's name among ``classes``; rows may have none then.
+    ``none``: batches have no labels, and those that rows have are left out, as for a table with labels beside a folder without.
+    """
     classes: tuple[str, ...] = ()
     """Names of the folders or of the labels, in the order of their numbers; none: those that are there, sorted. A label that is
     a number stands for the name that reads as this number, or where all names are words, for its place among them. Give a
@@ -67,8 +69,8 @@ class SourceConfig(StageConfig):
     path_column: str = "path"
     """The column of a table that holds the video's path; relative paths start at the table's own folder."""
     label_column: str = "label"
-    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here. Names of classes become
-    their place among ``classes``."""
+    """The column of a table that holds the label; in the batch it is ``label`` whatever its name here, and another column that
+    is called ``label`` is left out. Names of classes become their place among ``classes``."""
 
     npy_columns: tuple[str, ...] = ()
     """Columns that hold paths of .npy files, relative to the table's own folder: what the files hold travels to the batch under

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import itertools
+import numbers
 import operator
 import os
 import re
@@ -43,7 +45,7 @@ class StageConfig(BaseModel):
         try:
             super().__init__(**values)
         except ValidationError as error:
-            raise _explain(type(self), error) from None
+            raise _explain(type(self), error, values) from None
 
     @field_validator("*", mode="before")
     @classmethod
@@ -114,6 +116,10 @@ def fits(check: Check) -> Check:
     return check
 
 
+_OUTSIDE = ("greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number")
+"""What pydantic calls numbers that are not in the range of a field."""
+
+
 class _Short(reprlib.Repr):
     """Values as errors show them: a few lines of YAML can stand for gigabytes."""
 
@@ -152,13 +158,27 @@ def names_only(values: dict[Any, Any], where: str) -> dict[str, Any]:
     return values
 
 
-def _explain(model: type[BaseModel], error: ValidationError) -> ConfigError:
+def _explain(model: type[BaseModel], error: ValidationError, values: dict[str, Any]) -> ConfigError:
     """Turns pydantic's report into one sentence a field, with the nearest name for an unknown key."""
-    faults = [fault for item in error.errors() for fault in _faults(model, dict(item))]
+    items = [dict(item) for item in error.errors()]
+    faults = [fault for item in _once(items, values) for fault in _faults(model, item)]
     fix = next((fault.fix for fault in faults if fault.fix), None)
     whole = tuple(Fault(fault.place, fault.message, fault.fix or _meaning(model, fault.place)) for fault in faults)
     message = "; ".join(fault.message for fault in faults)
     return ConfigError(message, fix=fix or _meaning(model, error.errors()[0]["loc"]), faults=whole)
+
+
+def _once(items: list[dict[str, Any]], values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The items of a report, but one only of a number outside its range: it may stand for several, as the side of a square, and
+    the field may have other kinds of values."""
+    for place, group in itertools.groupby(items, lambda item: item["loc"][:1]):
+        same = list(group)
+        outside = [item for item in same if item["type"] in _OUTSIDE]
+        written = values.get(place[0]) if place else None
+        if outside and isinstance(written, numbers.Real):
+            yield next((item for item in outside if item["input"] == written), outside[0]) | {"loc": place}
+        else:
+            yield from same
 
 
 def _faults(model: type[BaseModel], item: dict[str, Any]) -> Iterator[Fault]:

@@ -15,7 +15,7 @@ from gpupipe.config.augment import (
     ErasingConfig,
     MixConfig,
 )
-from gpupipe.config.presets import preset
+from gpupipe.config.presets import PRESETS, preset
 from gpupipe.config.ranges import Color, Part, Ratio, Share, Spread, ascending
 from gpupipe.config.stage import Misfit, StageConfig, fits, whole_number
 from gpupipe.errors import ConfigError
@@ -142,12 +142,19 @@ class TransformConfig(StageConfig):
     def _from_preset(cls, values: Any) -> Any:
         if isinstance(values, str):
             values = {"preset": values}
-        if isinstance(values, dict) and values.get("preset") is not None:
+        if isinstance(values, dict) and values.get("preset") in tuple(PRESETS):  # others are told of beside what else is wrong
             fields = preset(values["preset"], values.get("size")) | values
             if fields.get("crop") not in WINDOWS and "short_side" not in values:  # the preset's belongs to the preset's crop
                 fields.pop("short_side", None)
             return fields
         return values
+
+    @field_validator("preset", mode="before")
+    @classmethod
+    def _known_preset(cls, value: Any) -> Any:
+        if value is not None:
+            preset(value)
+        return value
 
     @field_validator("mean", "std", mode="before")
     @classmethod

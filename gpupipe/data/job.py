@@ -59,6 +59,8 @@ class Job:
     read_ahead: int = 0
     """Visits whose bytes are asked for before their turn."""
     bad_files: dict[str, str] = field(default_factory=dict)
+    left_out: int = 0
+    """Videos that ``source.filter`` left out."""
     stuck_in: set[str] = field(default_factory=set)
     """Files in which threads were stuck, or visits took too long: not tried again."""
     shapes: str = ""

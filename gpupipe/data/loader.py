@@ -151,6 +151,7 @@ class VideoLoader:
             grouping=grouping,
             shapes=digest(shapes) if shapes is not None else "",
             bad_files=bad,
+            left_out=len(listing.left_out),
             config=self.config,
             makers=makers,
             custom=_custom(before, after, self.config.transform),

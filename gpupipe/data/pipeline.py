@@ -33,7 +33,7 @@ from gpupipe.data.starving import starved
 from gpupipe.data.stop import Stopped, stoppable
 from gpupipe.data.tasks import batch_bytes, further_batches, most_bytes, tasks, visits_per_batch
 from gpupipe.data.transform.custom import Call, CallFailed
-from gpupipe.data.visit import Skipped, Task, Visit, all_skipped
+from gpupipe.data.visit import Skipped, Task, Visit, all_failed, all_skipped
 from gpupipe.device import numa
 from gpupipe.device.doing import at, doing
 from gpupipe.device.stream import Mark, hand_over, stage
@@ -187,7 +187,7 @@ class Pipeline:
         assert not isinstance(ready, _Skipped)
         self.consumer.gets(since)
         if ready is None and not self._delivered and self._skipped:
-            raise all_skipped(self._skipped, self._job.bad_files)
+            raise all_skipped(self._skipped, self._job.left_out)
         self._delivered = True
         return ready
 
@@ -424,15 +424,11 @@ class Pipeline:
         if job.config.on_bad_file == "raise":
             raise error
         if job.config.on_bad_file == "skip":
-            self._skipped.append(Skipped(task.number, entry.path, len(task.slots)))
+            self._skipped.append(Skipped(task.number, entry.path, len(task.slots), error.message, error.fix))
             self._arrived(task, None)
             return None
         if task.request.attempt + 1 >= _MOST_ATTEMPTS:
-            raise DecodeError(
-                f"{_MOST_ATTEMPTS} samples in a row could not be used; the last: {error.message}",
-                fix="check the list of videos: see VideoLoader.bad_files",
-                path=entry.path,
-            ) from error
+            raise all_failed(_MOST_ATTEMPTS, error, entry.path, job.left_out) from error
         job.telemetry.count("substituted")
         return replace(task, request=job.grouping.substitute(task.request))
 

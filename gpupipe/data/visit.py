@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from gpupipe.data.cache import KeptClip
 from gpupipe.data.decode import Choice, Decoder
 from gpupipe.data.index import VideoIndex
 from gpupipe.data.plan import Plan
-from gpupipe.errors import DecodeError
+from gpupipe.errors import DecodeError, GpupipeError
 from gpupipe.types import ClipRequest, Entry, FramePick
 
 _NAMED = 5
@@ -67,20 +67,39 @@ class Visit:
 
 
 class Skipped(NamedTuple):
-    """A visit that was left out: its number, its video and its clips. Not the task, which would keep the batch's memory."""
+    """A visit that was left out: its number, its video and its clips, why, and what to do about that. Not the task, which would
+    keep the batch's memory, nor the error, which leads to it."""
 
     number: int
     path: str
     clips: int
+    why: str
+    fix: str | None
 
 
-def all_skipped(visits: Sequence[Skipped], reasons: Mapping[str, str]) -> DecodeError:
-    """What to say of an epoch that gave no batch, since every clip was skipped; ``reasons``: why a path cannot be used."""
-    paths = list(dict.fromkeys(visit.path for visit in sorted(visits)))
+def all_skipped(visits: Sequence[Skipped], left_out: int) -> DecodeError:
+    """What to say of an epoch that gave no batch, since every clip was skipped.
+
+    Args:
+        left_out: how many videos ``source.filter`` left out.
+    """
+    ordered = sorted(visits, key=lambda visit: visit.number)
+    first, paths = ordered[0], list(dict.fromkeys(visit.path for visit in ordered))
     names = ", ".join(paths[:_NAMED]) + (", …" if len(paths) > _NAMED else "")
     clips = sum(visit.clips for visit in visits)
+    what = f"all {clips} clips of the epoch were skipped, of {len(paths)} files: {names}; the first: {first.why}"
+    return _none_usable(what, first.fix, first.path, left_out)
+
+
+def all_failed(samples: int, last: GpupipeError, path: str, left_out: int) -> DecodeError:
+    """What to say when so many samples in a row could not be used; the others as of :func:`all_skipped`."""
+    what = f"{samples} samples in a row could not be used; the last: {last.message}"
+    return _none_usable(what, last.fix, path, left_out)
+
+
+def _none_usable(what: str, fix: str | None, path: str, left_out: int) -> DecodeError:
+    if left_out:
+        what += f". These are of the videos that source.filter leaves: {left_out} it leaves out (see VideoLoader.left_out)"
     return DecodeError(
-        f"all {clips} clips of the epoch were skipped, of {len(paths)} files: {names}; the first: {reasons[paths[0]]}",
-        fix="check the list of videos: see VideoLoader.bad_files",
-        path=paths[0],
+        what, fix=f"{fix or 'check the list of videos'}; VideoLoader.bad_files has each file's reason", path=path
     )

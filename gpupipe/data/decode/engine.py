@@ -185,8 +185,8 @@ class DecodeEngine:
         """Raises: DecodeError: where damaged frames are not to be used."""
         path, first = index.info.path, frames[0]
         seconds = float(index.seconds[first])
-        some = "frame" if len(frames) == 1 else f"{len(frames)} frames, the first of them frame"
-        what = f"{path} is damaged: FFmpeg could not decode {some} {first} whole"
+        some = f"frame {first}" if len(frames) == 1 else f"{len(frames)} frames from frame {first} on"
+        what = f"{path} is damaged: FFmpeg could decode {some} only in part"
         if whole or self._damaged == "bad":
             raise DecodeError(what, fix="replace the file, or leave it out", path=path, time_seconds=seconds)
         self._telemetry.count("damaged_frames", len(frames))

@@ -22,6 +22,7 @@ from gpupipe.data.source.shards import in_shards, is_shard
 from gpupipe.data.source.stores import videos_at
 from gpupipe.data.source.tables import TABLES, number_in, read_table, row_entry
 from gpupipe.errors import SourceError
+from gpupipe.telemetry import log
 from gpupipe.types import Entry
 
 
@@ -75,6 +76,8 @@ def collect(videos: Videos, config: SourceConfig, columns: Sequence[str] = ()) -
         check_inside(entries, config.root, config.npy_columns)
     if config.label_from == "folder":
         return _label_by_folder(entries, config.classes)
+    if config.label_from == "none":
+        return [_without_label(entry) for entry in entries]
     return entries if config.label_column == "label" else _label_by_column(entries, config.label_column)
 
 
@@ -265,12 +268,20 @@ def name_labels(entries: Sequence[Entry], names: Sequence[str]) -> list[Entry]:
     return [replace(entry, columns={**entry.columns, "label": named(entry.columns.get("label"))}) for entry in entries]
 
 
+def _without_label(entry: Entry) -> Entry:
+    return replace(entry, columns={name: value for name, value in entry.columns.items() if name != "label"})
+
+
 def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
+    """The entries with a column in the place of their label; one that is called ``label`` is left out, for a batch has one."""
     for entry in entries:
-        if column not in entry.columns or "label" in entry.columns:
+        if column not in entry.columns:
             have = ", ".join(map(str, entry.columns)) or "none"
-            wrong = "has no column" if column not in entry.columns else "has a column 'label' beside the label_column"
-            raise SourceError(f"{entry.named} {wrong} {column!r} (its columns: {have})", fix="check source.label_column")
+            raise SourceError(f"{entry.named} has no column {column!r} (its columns: {have})", fix="check source.label_column")
+    other = next((entry for entry in entries if "label" in entry.columns), None)
+    if other is not None:
+        log.info("source.label_column is %r, so the column 'label' that %s has too is left out", column, other.named)
+        entries = [_without_label(entry) for entry in entries]
     return [
         replace(entry, columns={"label" if name == column else name: value for name, value in entry.columns.items()})
         for entry in entries

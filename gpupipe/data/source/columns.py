@@ -135,13 +135,16 @@ def _missing(entries: Iterable[Entry], entry: Entry, name: str, *, asked: bool) 
                 f"no row has a label, though there is a column for it: that of {entry.named} is empty",
                 fix="label each row, or leave the column out",
             )
-        return SourceError(f"{entry.named} has no label, and other rows have one", fix="label each row, or none")
+        return SourceError(
+            f"{entry.named} has no label, and other rows have one",
+            fix="label each row, or read no labels: source={'label_from': 'none'}",
+        )
     close = difflib.get_close_matches(name, [column for column in map(str, entry.columns) if column != name], n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return SourceError(
-        f"{entry.named} has no value in column {name!r} (its columns: {have}){hint}",
-        fix="fill it in (nan for a number that is not known), or do not ask for it",
-    )
+    fix = "fill it in (nan for a number that is not known), or do not ask for it"
+    if not entry.where and not set(entry.columns) - {"label"}:
+        fix = f"a folder or a list of paths has no columns: give a table, or rows, with 'path' and {name!r}"
+    return SourceError(f"{entry.named} has no value in column {name!r} (its columns: {have}){hint}", fix=fix)
 
 
 def _kind(entries: list[Entry], name: str, *, asked: bool = True) -> Kind:

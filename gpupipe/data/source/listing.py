@@ -51,7 +51,7 @@ def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Lis
     """
     source = config.source
     entries = collect(videos, source, config.columns)
-    declared = declared_classes(videos, source) if source.label_from != "folder" else ()
+    declared = declared_classes(videos, source) if source.label_from == "column" else ()
     if declared and source.classes and source.classes != declared:
         entries = name_labels(entries, declared)
         declared = ()
@@ -63,7 +63,8 @@ def list_videos(videos: Videos, config: LoaderConfig, processes: int = 1) -> Lis
         start_frame(entry)
     classes = (source.classes or class_names(entries)) if source.label_from == "folder" else names or declared
     kinds = column_kinds(entries, config.columns, source.npy_columns)
-    tell_of_label(entries, (*config.columns, *source.npy_columns))
+    if source.label_from != "none":
+        tell_of_label(entries, (*config.columns, *source.npy_columns))
     if config.transform.mix is not None:
         _check_labels(entries, kinds, config.transform.mix)
     items = entries[-1].part + 1
