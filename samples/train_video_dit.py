@@ -94,8 +94,10 @@ class Trainer:
         self.hosts = dist.new_group(backend="gloo") if self.ranks > 1 else None  # of the CPUs: nobody waits for a GPU
         memory = self.step_config.memory
         self.leaks = LeakWatch(memory.leak_watch if memory is not None else None, device=self.device)
-        self.noted = 0.0
-        """When the figures of a step were last told of."""
+        self.noted: float | None = None
+        """When the figures of a step were last told of, in this stretch of steps."""
+        self.begun: tuple[int, float] | None = None
+        """The step behind which this stretch of steps began, and when: a checkpoint ends it, which takes a time of its own."""
         self.checkpoint, self.losses = options.out / "checkpoint.pt", options.out / "losses.csv"
 
     def build(self) -> VideoDiT:
@@ -133,19 +135,37 @@ class Trainer:
                 self.plan(parts[0])
                 planned = True
             if seen is not None:
-                self.note(seen)
+                self.note(seen, self.since_noted())
             self.leaks.after()
             stopping = self.all_stop()
             if stopping or self.step % self.options.save_every == 0 or self.step == self.options.steps:
+                took = self.mean_of_stretch()  # these figures come all at once: nothing is between one's and the next one's
                 for late in self.watch.settle():
-                    self.note(late)
+                    self.note(late, took)
                 self.save()
+                self.begun = None
             if stopping:
                 break
             if self.step % self.options.sample_every == 0 or self.step == self.options.steps:
                 self.show()
+                self.begun = None
+            if self.begun is None:
+                self.begun, self.noted = (self.step, time.perf_counter()), None
         if self.rank == 0:
             print(memory_report(self.device, model=self.net, optimizer=self.optimizer, averages=self.ema.averages.values()))
+
+    def since_noted(self) -> float | None:
+        """Seconds since the figures of the step before were told of; None behind those that came all at once."""
+        before, self.noted = self.noted, time.perf_counter()
+        return None if before is None else self.noted - before
+
+    def mean_of_stretch(self) -> float | None:
+        """Seconds that a step of this stretch took on average; None where it has none. Waits for the device."""
+        if self.begun is None or self.begun[0] == self.step:
+            return None
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - self.begun[1]) / (self.step - self.begun[0])
 
     def all_stop(self) -> bool:
         """Whether this rank or another one has been asked to end: all of them hear of it behind the same step."""
@@ -195,17 +215,16 @@ class Trainer:
         noise, time = drawn(part, self.seed)
         return flow_loss(model, part.video, noise, time) * part.share
 
-    def note(self, seen: Seen) -> None:
-        """Takes down the figures of a step; one that was not finite is done again."""
+    def note(self, seen: Seen, took: float | None) -> None:
+        """Takes down the figures of a step, and the seconds that it took; one that was not finite is done again."""
         if seen.report is not None and self.watch.config.repeat != "no":
             with self.watch.careful():
                 seen = self.watch.after(seen.step, seen.batches, *self.train_step(list(seen.batches))) or seen
         if self.rank == 0:
             with self.losses.open("a", newline="") as lines:
                 csv.writer(lines, lineterminator="\n").writerow([seen.step, seen.loss, seen.norm, seen.scale])
-            before, self.noted = self.noted, time.perf_counter()
-            took = f", {1000 * (self.noted - before):.0f} ms" if before else ""  # from one step's figures to the next one's
-            print(f"step {seen.step}: loss {seen.loss:.4f}, gradients {seen.norm:.3f}{took}", flush=True)
+            timed = "" if took is None else f", {1000 * took:.0f} ms"
+            print(f"step {seen.step}: loss {seen.loss:.4f}, gradients {seen.norm:.3f}{timed}", flush=True)
 
     def begin_losses(self) -> None:
         """The losses up to the step from which this goes on: what was done after the checkpoint is done again."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -229,6 +230,26 @@ def test_a_preparation_that_returns_nothing_is_told() -> None:
         pytest.raises(ConfigError, match="prepare returned None"),
     ):
         list(run)
+    assert not threads()
+
+
+@pytest.mark.parametrize("raised", [ValueError, StopIteration])
+def test_an_error_of_the_preparation_names_it_and_the_videos(raised: type[Exception]) -> None:
+    """It came bare: nobody could tell which batch it was, nor that it was of prepare=."""
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+        if batch["paths"][0] == "8.mp4":
+            raise raised("too large")
+        return batch
+
+    batches = [{"paths": [f"{first + k}.mp4" for k in range(2)]} for first in (0, 8)]
+    with PipelineExecutor(batches, prepare=encode, device="cpu") as run:
+        iterator = iter(run)
+        next(iterator)
+        with pytest.raises(RuntimeError if raised is StopIteration else raised) as caught:
+            next(iterator)
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert re.search(r"raised by prepare=<function .* for batch 1, 8\.mp4, 9\.mp4", told)
     assert not threads()
 
 

@@ -287,17 +287,32 @@ def test_settings_that_make_no_sense_are_refused() -> None:
     for fields, words in (
         ({"initial_scale": 8.0, "max_scale": 4.0}, "above max_scale"),
         ({"dtype": "float32", "master_weights": True}, "keep all weights twice"),
-        ({"dtype": "fp16"}, "did you mean"),
+        ({"dtype": "float17"}, "did you mean"),
+        ("float17", "did you mean"),
         ({"growth_intervall": 3}, "growth_interval"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Precision(fields)
+            Precision(fields)  # type: ignore[arg-type]
     precision = Precision()
     optimizer = adamw(precision.prepare(small()))
     with pytest.raises(ConfigError, match="without gradients"):
         precision.step(optimizer)
     with pytest.raises(ConfigError, match=r"before prepare\(\)"):
         Precision().step(optimizer)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("bfloat16", torch.bfloat16), ("fp32", torch.float32)])
+def test_the_name_of_a_type_stands_for_its_settings_as_in_a_file(name: str, dtype: torch.dtype) -> None:
+    """Files took ``mixed_precision: bf16``, and Precision("bf16") wanted a PrecisionConfig."""
+    assert Precision(name).dtype == Precision({"dtype": name}).dtype == dtype
+
+
+def test_a_step_leaves_no_gradients_behind() -> None:
+    precision, model = Precision("fp32", "cpu"), small()
+    optimizer = adamw(precision.prepare(model))
+    precision.backward(model(torch.ones(2, 8)).sum())
+    precision.step(optimizer)
+    assert all(value.grad is None for value in model.parameters())
 
 
 def test_averages_follow_the_weights_and_stand_in_for_them() -> None:

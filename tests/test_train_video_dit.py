@@ -6,11 +6,13 @@ import argparse
 import csv
 import functools
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,6 +170,28 @@ def test_a_step_that_is_not_finite_is_done_again_and_none_is_lost(
     assert all(torch.isfinite(torch.tensor([float(value) for value in row])).all() for row in rows)
     state = load_checkpoint(tmp_path / "checkpoint.pt")["optimizer"]["state"]
     assert {int(one["step"]) for one in state.values()} == {6}, "the step was left out, and then done"
+
+
+@pytest.mark.parametrize("save_every", [1, 2, 100])
+def test_a_step_is_told_with_the_time_that_it_took_or_with_none(
+    save_every: int, videos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last steps before a checkpoint, whose figures come all at once, took 0 ms."""
+    whole = train_video_dit.Trainer.train_step
+
+    def slow(self: Any, parts: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.05)
+        return whole(self, parts)
+
+    monkeypatch.setattr(train_video_dit.Trainer, "train_step", slow)
+    trainer = train_video_dit.Trainer(options(videos, tmp_path, steps=8, save_every=save_every))
+    with trainer.loader:
+        trainer.run()
+    lines = re.findall(r"^step (\d+): loss .*?(?:, (\d+) ms)?$", capsys.readouterr().out, re.MULTILINE)
+    assert [int(step) for step, _ in lines] == list(range(1, 9))
+    timed = [int(took) for _, took in lines if took]
+    assert len(timed) >= 6
+    assert min(timed) >= 50
 
 
 def test_low_precision_parameters_train_too(videos: Path, tmp_path: Path) -> None:

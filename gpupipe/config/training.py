@@ -10,6 +10,16 @@ from gpupipe.config.ranges import Amount, AmountText, gigabytes
 from gpupipe.config.stage import Misfit, PathLike, StageConfig, fits
 
 Scale = Annotated[float, Field(gt=0, le=2.0**126)]
+_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def _typed(value: Any) -> Any:
+    """A type's name as what it stands for; the short names too."""
+    if isinstance(value, str):
+        return {"dtype": _TYPES.get(value, value)}
+    if isinstance(value, dict) and isinstance(value.get("dtype"), str):
+        return {**value, "dtype": _TYPES.get(value["dtype"], value["dtype"])}
+    return value
 
 
 class PrecisionConfig(StageConfig):
@@ -32,6 +42,15 @@ class PrecisionConfig(StageConfig):
     """The scale's ceiling: the greatest value that it grows to."""
     min_scale: Scale = 1.0
     """The scale's floor, which steps left out for another cause than an overflow cannot bring it below."""
+
+    @classmethod
+    def parse(cls, value: Self | dict[str, Any] | str | None) -> Self:
+        """As of every stage; and the name of a type, which stands for ``{"dtype": name}``.
+
+        Raises:
+            ConfigError: for an unknown field or type, or a value outside its range.
+        """
+        return super().parse(_typed(value))
 
     @fits
     def _starts_below_the_ceiling(self) -> None:
@@ -115,18 +134,6 @@ class MemoryConfig(StageConfig):
     processes allocate there. A share of the device's memory, or an amount."""
     leak_watch: Annotated[LeakConfig | None, BeforeValidator(_switched, json_schema_input_type=bool | LeakConfig | None)] = None
     """Settings of :class:`gpupipe.train.LeakWatch`; true: as they are by default. None: no watch."""
-
-
-_TYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-def _typed(value: Any) -> Any:
-    """A type's name as what it stands for; the short names too."""
-    if isinstance(value, str):
-        return {"dtype": _TYPES.get(value, value)}
-    if isinstance(value, dict) and isinstance(value.get("dtype"), str):
-        return {**value, "dtype": _TYPES.get(value["dtype"], value["dtype"])}
-    return value
 
 
 def reserved(value: Any) -> Any:

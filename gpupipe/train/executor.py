@@ -17,10 +17,13 @@ from gpupipe.telemetry import log
 from gpupipe.train.arguments import a_device, a_function, several, whole
 from gpupipe.train.metrics import Metrics
 from gpupipe.train.timeline import Mark, Span, Timeline, overlap
+from gpupipe.train.trace import paths_of
 
 T = TypeVar("T")
 P = TypeVar("P")
 PREPARE, TRAIN = "prepare", "train"
+_MOST_NAMED = 8
+"""Videos of a batch that the note of an error names."""
 _END_SECONDS = 10.0
 """How long closing waits for a thread that is amid a batch; it ends by itself behind it."""
 
@@ -38,7 +41,8 @@ class PipelineExecutor(Generic[T, P]):
                 run.log(loss=loss)
 
     ``prepare`` runs in a thread, without gradients and without the loop's autocast. What it returns is handed over by an event:
-    no stream waits longer than it must, and the host not at all. All works alike on the CPU.
+    no stream waits longer than it must, and the host not at all. All works alike on the CPU. What it raises comes to the loop
+    in the batch's place, with a note that names the batch and its videos.
 
     Args:
         batches: a loader, or anything else to iterate over; each iteration of the executor iterates over it once.
@@ -267,7 +271,7 @@ class _Work(Generic[T, P]):
         begin = self._timeline.mark() if self._timeline is not None else None
         if self._stream is not None:
             hand_over(tensors_in(batch), (), self._stream)
-        value: Any = batch if self._prepare is None else self._prepare(batch)
+        value: Any = batch if self._prepare is None else self._by_the_user(self._prepare, number, batch)
         if value is None and self._prepare is not None:
             raise ConfigError("prepare returned None", fix="have it return what the loop is to get of the batch")
         if self._timeline is not None and begin is not None:
@@ -275,6 +279,21 @@ class _Work(Generic[T, P]):
         ready = self._stream.record_event() if self._stream is not None else None
         state = getattr(batch, "state", None)
         return _Made(value, ready, state if isinstance(state, Mapping) and state else None)
+
+    @staticmethod
+    def _by_the_user(prepare: Callable[[T], P], number: int, batch: T) -> P:
+        """What ``prepare`` makes of a batch; its error says whose it is, and of which videos."""
+        try:
+            return prepare(batch)
+        except Exception as error:
+            paths = list(dict.fromkeys(paths_of(batch)))
+            more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
+            videos = f", {', '.join(paths[:_MOST_NAMED])}{more}" if paths else ""
+            note = f"raised by prepare={prepare!r} of a PipelineExecutor for batch {number}{videos}"
+            if isinstance(error, StopIteration):  # as in a generator (PEP 479): the loop would end by it
+                raise RuntimeError(f"StopIteration was {note}") from error
+            error.add_note(note)
+            raise
 
     def take(self) -> _Made[P] | None:
         """The next batch; None at the end.

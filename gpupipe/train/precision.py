@@ -45,7 +45,7 @@ class Precision:
     out on the device; for others the host waits in each step to know.
 
     Args:
-        config: a PrecisionConfig, or a dict of its fields.
+        config: a PrecisionConfig, a dict of its fields, or the name of a type: ``"bfloat16"``, or ``"bf16"`` for short.
         device: where the model is; default the current CUDA device, or the CPU where there is none.
         group: the ranks over whose batches ``master_weights`` averages gradients; default all. For a model that is split
             between some ranks (:mod:`gpupipe.train.parallel`): those that have the same part of it.
@@ -57,7 +57,7 @@ class Precision:
 
     def __init__(
         self,
-        config: PrecisionConfig | dict[str, Any] | None = None,
+        config: PrecisionConfig | dict[str, Any] | str | None = None,
         device: torch.device | str | None = None,
         *,
         group: dist.ProcessGroup | None = None,
@@ -230,7 +230,8 @@ class Precision:
     def step(
         self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], *, clip: float | None = None
     ) -> torch.Tensor:
-        """Takes a step by the gradients that have been added up, and forgets them. The host waits for nothing.
+        """Takes a step by the gradients that have been added up, and forgets them: each ``.grad`` is None behind it, and there
+        is no ``zero_grad()`` to call. What looks at gradients does so before. The host waits for nothing.
 
         Args:
             optimizer: over what :meth:`prepare` returned; or several, each over a part of it, which take their step together:
