@@ -48,6 +48,18 @@ class MyRMS(nn.Module):
         return ((hidden.float() * scale) * (self.weight + self.offset)).to(hidden.dtype)
 
 
+class LiteralRMS(nn.Module):
+    """An RMS norm whose eps is in its code alone."""
+
+    def __init__(self, eps: str, size: int = SIZE, name: str = "weight") -> None:
+        super().__init__()
+        self.text, self.called = eps, name
+        setattr(self, name, nn.Parameter(torch.rand(size)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(self.text)) * getattr(self, self.called)
+
+
 class MyMlp(nn.Module):
     """linear, activation, linear, as somebody may write it."""
 
@@ -215,6 +227,53 @@ def test_attention_with_the_usual_names_that_does_more_in_training_is_left_with_
     assert [entry for entry in report.left if "in training it does more" in entry.said]
 
 
+class Normed(nn.Module):
+    """Attention whose norms of queries and keys have names of their own."""
+
+    def __init__(self, qn: nn.Module, kn: nn.Module, vn: nn.Module | None = None) -> None:
+        super().__init__()
+        self.h = 2
+        self.to_q, self.to_k, self.to_v, self.out = (nn.Linear(SIZE, SIZE) for _ in range(4))
+        self.kn, self.qn = kn, qn
+        if vn is not None:
+            self.vn = vn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one(x).unflatten(-1, (2, -1)).transpose(1, 2) for one in (self.to_q, self.to_k, self.to_v))
+        v = self.vn(v) if hasattr(self, "vn") else v
+        made = functional.scaled_dot_product_attention(self.qn(q), self.kn(k), v)
+        return self.out(made.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, lambda size: LiteralRMS("1e-6", size)])
+def test_norms_of_queries_and_keys_are_known_under_any_name(norm: Callable[[int], nn.Module]) -> None:
+    module, x = Normed(norm(SIZE // 2), norm(SIZE // 2)), torch.randn(2, SIZE, SIZE)
+    for one in (module.qn, module.kn):
+        nn.init.uniform_(one.weight)  # so that the two are not taken for each other
+    written = copy.deepcopy(module)
+    (entry,) = fuse(module).replaced
+    assert entry.said.startswith("attention (self; norm ")
+    assert alike(step(module, x), step(written, x))
+    assert not statistics.written
+    module.qn.register_forward_hook(lambda _, inputs, out: 2 * out)
+    written.qn.register_forward_hook(lambda _, inputs, out: 2 * out)
+    assert alike(step(module, x), step(written, x))
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Normed(nn.RMSNorm(SIZE // 2), nn.LayerNorm(SIZE // 2)), "norms of queries and keys, qn and kn"),
+        (Normed(LiteralRMS("1e-7", SIZE // 2), LiteralRMS("1e-7", SIZE // 2)), "eps as attributes"),
+        (Normed(nn.RMSNorm(SIZE // 2), nn.RMSNorm(SIZE // 2), nn.RMSNorm(SIZE // 2)), "it holds vn"),
+        (Normed(nn.RMSNorm(SIZE // 2), nn.Identity()), "queries or keys alone"),
+    ],
+)
+def test_attention_that_is_left_for_its_norms_has_a_line(module: nn.Module, why: str) -> None:
+    """There was none, where heads or layers had names of their own."""
+    assert [entry.said for entry in fuse(module).left if entry.name == "" and why in entry.said]
+
+
 class Switched(Attention):
     """Reads its own numbers and switches in each call."""
 
@@ -303,6 +362,9 @@ def test_attention_that_drops_in_training_is_not_taken_for_one_that_does_not() -
         (nn.LayerNorm(SIZE, elementwise_affine=False), "norm (layer)"),
         (nn.RMSNorm(SIZE), "norm (rms)"),
         (MyRMS(), "norm (rms)"),
+        (LiteralRMS("1e-6"), "norm (rms)"),
+        (LiteralRMS("1e-5"), "norm (rms)"),
+        (LiteralRMS("1e-8"), "norm (rms)"),
         (nn.GroupNorm(2, SIZE), "group_norm"),
         (MyMlp(functional.silu), "mlp (silu)"),
         (MyMlp(nn.GELU("tanh")), "mlp (gelu_tanh)"),
@@ -337,6 +399,8 @@ def test_modules_are_known_by_what_they_do(module: nn.Module, said: str) -> None
     ("module", "why"),
     [
         (MyRMS(offset=1.0), "nobody here knows it"),
+        (LiteralRMS("1e-7"), "an attribute eps"),
+        (LiteralRMS("1e-6", name="g"), "by a parameter weight"),
         (nn.LayerNorm((SIZE, SIZE)), "several dimensions"),
         (MyMlp(functional.relu), "activation of ours"),
         (MyMlp(glu_other_way, wide=2), "activation of ours"),

@@ -107,7 +107,7 @@ def _found(module: nn.Module, kind: type[Fused], settings: dict[str, Any]) -> Pl
         plan = _processed(module, settings)
     else:
         layers = dict.fromkeys(settings["inside"], "rows*3" if len(settings["inside"]) == 1 else "rows")
-        norms = _norms(module, settings["norm"], "q_norm", "k_norm")
+        norms = _norms(module, settings["norm"], *settings["norms"])
         hows = {**layers, **dict.fromkeys(settings["behind"], "columns"), **norms}
         plan = Plan(hows, settings["heads"], kind, settings)
     odd = [name for name, how in plan.hows.items() if how != "norm" and not plain(module.get_submodule(name))]
