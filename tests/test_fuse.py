@@ -48,6 +48,18 @@ class MyRMS(nn.Module):
         return ((hidden.float() * scale) * (self.weight + self.offset)).to(hidden.dtype)
 
 
+class LiteralRMS(nn.Module):
+    """An RMS norm whose eps is in its code alone."""
+
+    def __init__(self, eps: str, size: int = SIZE, name: str = "weight") -> None:
+        super().__init__()
+        self.text, self.called = eps, name
+        setattr(self, name, nn.Parameter(torch.rand(size)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + float(self.text)) * getattr(self, self.called)
+
+
 class MyMlp(nn.Module):
     """linear, activation, linear, as somebody may write it."""
 
@@ -68,6 +80,30 @@ class Scaled(MyMlp):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(2 * x)
+
+
+class Early(MyMlp):
+    """The same, with its dropout before the activation."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.act(self.drop(self.up(x))))
+
+
+class Llama(nn.Module):
+    """A gated MLP of three layers, as LLaMA has it, or in other names."""
+
+    def __init__(
+        self, act: Callable[[torch.Tensor], torch.Tensor], *, turned: bool = False, bias: str = "", p: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(SIZE, 2 * SIZE, bias=one in bias) for one in ("gate", "up"))
+        self.down_proj = nn.Linear(2 * SIZE, SIZE, bias=False)
+        self.act_fn, self.turned = act, turned
+        self.drop, self.out = nn.Dropout(p), nn.Dropout(p)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, two = self.gate_proj(x), self.up_proj(x)
+        return self.out(self.down_proj(self.drop(one * self.act_fn(two) if self.turned else self.act_fn(one) * two)))
 
 
 def swiglu(z: torch.Tensor) -> torch.Tensor:
@@ -191,6 +227,53 @@ def test_attention_with_the_usual_names_that_does_more_in_training_is_left_with_
     assert [entry for entry in report.left if "in training it does more" in entry.said]
 
 
+class Normed(nn.Module):
+    """Attention whose norms of queries and keys have names of their own."""
+
+    def __init__(self, qn: nn.Module, kn: nn.Module, vn: nn.Module | None = None) -> None:
+        super().__init__()
+        self.h = 2
+        self.to_q, self.to_k, self.to_v, self.out = (nn.Linear(SIZE, SIZE) for _ in range(4))
+        self.kn, self.qn = kn, qn
+        if vn is not None:
+            self.vn = vn
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (one(x).unflatten(-1, (2, -1)).transpose(1, 2) for one in (self.to_q, self.to_k, self.to_v))
+        v = self.vn(v) if hasattr(self, "vn") else v
+        made = functional.scaled_dot_product_attention(self.qn(q), self.kn(k), v)
+        return self.out(made.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm, lambda size: LiteralRMS("1e-6", size)])
+def test_norms_of_queries_and_keys_are_known_under_any_name(norm: Callable[[int], nn.Module]) -> None:
+    module, x = Normed(norm(SIZE // 2), norm(SIZE // 2)), torch.randn(2, SIZE, SIZE)
+    for one in (module.qn, module.kn):
+        nn.init.uniform_(one.weight)  # so that the two are not taken for each other
+    written = copy.deepcopy(module)
+    (entry,) = fuse(module).replaced
+    assert entry.said.startswith("attention (self; norm ")
+    assert alike(step(module, x), step(written, x))
+    assert not statistics.written
+    module.qn.register_forward_hook(lambda _, inputs, out: 2 * out)
+    written.qn.register_forward_hook(lambda _, inputs, out: 2 * out)
+    assert alike(step(module, x), step(written, x))
+
+
+@pytest.mark.parametrize(
+    ("module", "why"),
+    [
+        (Normed(nn.RMSNorm(SIZE // 2), nn.LayerNorm(SIZE // 2)), "norms of queries and keys, qn and kn"),
+        (Normed(LiteralRMS("1e-7", SIZE // 2), LiteralRMS("1e-7", SIZE // 2)), "eps as attributes"),
+        (Normed(nn.RMSNorm(SIZE // 2), nn.RMSNorm(SIZE // 2), nn.RMSNorm(SIZE // 2)), "it holds vn"),
+        (Normed(nn.RMSNorm(SIZE // 2), nn.Identity()), "queries or keys alone"),
+    ],
+)
+def test_attention_that_is_left_for_its_norms_has_a_line(module: nn.Module, why: str) -> None:
+    """There was none, where heads or layers had names of their own."""
+    assert [entry.said for entry in fuse(module).left if entry.name == "" and why in entry.said]
+
+
 class Switched(Attention):
     """Reads its own numbers and switches in each call."""
 
@@ -279,11 +362,18 @@ def test_attention_that_drops_in_training_is_not_taken_for_one_that_does_not() -
         (nn.LayerNorm(SIZE, elementwise_affine=False), "norm (layer)"),
         (nn.RMSNorm(SIZE), "norm (rms)"),
         (MyRMS(), "norm (rms)"),
+        (LiteralRMS("1e-6"), "norm (rms)"),
+        (LiteralRMS("1e-5"), "norm (rms)"),
+        (LiteralRMS("1e-8"), "norm (rms)"),
         (nn.GroupNorm(2, SIZE), "group_norm"),
         (MyMlp(functional.silu), "mlp (silu)"),
         (MyMlp(nn.GELU("tanh")), "mlp (gelu_tanh)"),
         (MyMlp(functional.gelu, p=0.5), "mlp (gelu)"),
         (MyMlp(swiglu, wide=2), "mlp (swiglu)"),
+        (Llama(nn.SiLU()), "mlp (swiglu)"),
+        (Llama(functional.silu, turned=True), "mlp (swiglu)"),
+        (Llama(nn.GELU("tanh"), bias="gate up", p=0.5), "mlp (geglu_tanh)"),
+        (Llama(functional.gelu, bias="up"), "mlp (geglu)"),
         (nn.Sequential(nn.Linear(SIZE, SIZE), nn.GELU()), "linear_act (gelu)"),
         (Attention(), "attention (self; norm none)"),
         (HandWritten(), "attention (self; norm none)"),
@@ -309,10 +399,14 @@ def test_modules_are_known_by_what_they_do(module: nn.Module, said: str) -> None
     ("module", "why"),
     [
         (MyRMS(offset=1.0), "nobody here knows it"),
+        (LiteralRMS("1e-7"), "an attribute eps"),
+        (LiteralRMS("1e-6", name="g"), "by a parameter weight"),
         (nn.LayerNorm((SIZE, SIZE)), "several dimensions"),
         (MyMlp(functional.relu), "activation of ours"),
         (MyMlp(glu_other_way, wide=2), "activation of ours"),
         (Scaled(functional.gelu), "activation of ours"),
+        (Llama(torch.sigmoid), "activation of ours: SiLU or GELU"),
+        (Early(functional.gelu, p=0.5), "not behind the activation"),
         (nn.Linear(SIZE, SIZE), "one call of torch"),
     ],
 )
@@ -331,6 +425,42 @@ def test_a_batch_of_no_clips_is_one(way: Callable[[], nn.Module]) -> None:
     fuse(module)
     out, grad, *_ = step(module, torch.empty(0, SIZE, SIZE))
     assert out.shape == grad.shape == (0, SIZE, SIZE)
+
+
+def test_a_gated_mlp_of_three_layers_is_joined_where_that_pays_and_stays_three_layers() -> None:
+    """It ran as written, without a line in the report."""
+    module, few, many = Llama(nn.SiLU()), torch.randn(2, 3, SIZE), torch.randn(2, SIZE, SIZE)
+    written = copy.deepcopy(module)
+    report = fuse(module)
+    assert module.state_dict().keys() == written.state_dict().keys()
+    assert ("value, gate", "joined per step (moves 0.01 MB) from 13 tokens on; else as written") in [
+        (entry.what, entry.said) for entry in report.layouts
+    ]
+    assert alike(step(module, many), step(written, many))
+    assert (statistics.fused["mlp"], not statistics.written) == (1, True)
+    assert alike(step(module, few), step(written, few))
+    assert statistics.written["mlp", "arguments not served"] == 1
+    module.up_proj.register_forward_hook(lambda _, inputs, out: 2 * out)
+    written.up_proj.register_forward_hook(lambda _, inputs, out: 2 * out)
+    assert alike(step(module, many), step(written, many))
+
+
+def test_a_gated_mlp_of_three_layers_drops_what_it_drops() -> None:
+    module, x = Llama(nn.SiLU(), p=0.5).train(), torch.ones(40, SIZE, SIZE)
+    fuse(module)
+    made = module(x)
+    assert 0.4 < float((made == 0).float().mean()) < 0.6
+    assert not torch.equal(made, module(x))
+    assert statistics.fused["mlp"] == 2
+
+
+def test_a_gated_mlp_in_a_block_is_fused_with_it() -> None:
+    block, x = Block(), torch.randn(2, SIZE, SIZE)
+    block.mlp = Llama(nn.SiLU())
+    written = copy.deepcopy(block)
+    assert {entry.said for entry in fuse(block).replaced} >= {"block (pre-norm)", "mlp (swiglu)"}
+    assert alike(step(block, x), step(written, x))
+    assert not statistics.written
 
 
 def test_the_module_stays_what_it_was() -> None:

@@ -15,6 +15,7 @@ from gpupipe.train.arguments import a_model, a_number, names
 from gpupipe.train.fused import Fused, Left, State, install, is_fused, remove
 from gpupipe.train.report import Entry, Report
 
+_UNKNOWN = "it has parameters of its own, and nobody here knows it"
 Verify = Literal["first-use", "off"]
 
 
@@ -130,7 +131,10 @@ def _take(module: nn.Module, name: str, off: dict[str, str], verify: bool, bound
 def _plainly(module: nn.Module) -> str:
     if isinstance(module, nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
         return "by itself it is one call of torch, and ours would be the same"
-    return "it has parameters of its own, and nobody here knows it"
+    own = dict(module.named_parameters())
+    if len(own) == 1 and not any(True for _ in module.children()) and next(iter(own.values())).dim() == 1:
+        return f"{_UNKNOWN}; an RMS norm is known by a parameter weight and an attribute eps"
+    return _UNKNOWN
 
 
 def _within(name: str, covered: set[str]) -> bool:

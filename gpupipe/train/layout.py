@@ -28,6 +28,24 @@ def joining_said(width: int, item_bytes: int) -> str:
     return f"joined per step (moves {cost:.2f} MB) from {most} tokens on, packed where norm or rotary follow; else split"
 
 
+def joining_gated_pays(tokens: int, columns: int, width: int, *, gradients: bool) -> bool:
+    """Whether the two weights (F, K) of a gated MLP are better put together for one product and one pass behind it.
+
+    Putting them together reads and writes 2 F K values, 4 F K in all, and as much for their gradients. It saves one of two
+    reads of the N x K inputs, and 2 of the 5 N F that activation and product move by themselves; in the backward one more of
+    these reads, a sum of input gradients of 3 N K, and 3 of 9 N F.
+    """
+    if not gradients:
+        return tokens * (columns + 2 * width) > 4 * width * columns
+    return tokens * 5 * (columns + width) > 8 * width * columns
+
+
+def joining_gated_said(columns: int, width: int, item_bytes: int) -> str:
+    """The choice for the weights of one gated MLP, in words."""
+    most = 8 * width * columns // (5 * (columns + width)) + 1
+    return f"joined per step (moves {8 * width * columns * item_bytes / 1e6:.2f} MB) from {most} tokens on; else as written"
+
+
 def for_convolution(x: torch.Tensor) -> torch.Tensor:
     """A video (B, C, T, H, W) as a run of convolutions had better have it.
 

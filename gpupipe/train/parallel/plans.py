@@ -20,7 +20,7 @@ from gpupipe.errors import ConfigError
 from gpupipe.ops import activations
 from gpupipe.train.fused import Fused, Left, is_fused
 from gpupipe.train.modules import GridAttention, Mlp
-from gpupipe.train.parts.mlps import FusedMLP
+from gpupipe.train.parts.mlps import FusedGatedMLP, FusedMLP
 from gpupipe.train.parts.probe import plain
 from gpupipe.train.parts.processed import FusedProcessed
 from gpupipe.train.parts.self_attention import FusedSelfAttention
@@ -94,7 +94,7 @@ def _own(module: nn.Module) -> dict[str, str] | None:
 
 def _settings(module: Any, kind: type[Fused]) -> dict[str, Any] | None:
     if is_fused(module):
-        return module.settings if isinstance(module, kind) else None
+        return module.settings if isinstance(module, kind) and not isinstance(module, FusedGatedMLP) else None
     return kind.recognise(module)
 
 
@@ -107,7 +107,7 @@ def _found(module: nn.Module, kind: type[Fused], settings: dict[str, Any]) -> Pl
         plan = _processed(module, settings)
     else:
         layers = dict.fromkeys(settings["inside"], "rows*3" if len(settings["inside"]) == 1 else "rows")
-        norms = _norms(module, settings["norm"], "q_norm", "k_norm")
+        norms = _norms(module, settings["norm"], *settings["norms"])
         hows = {**layers, **dict.fromkeys(settings["behind"], "columns"), **norms}
         plan = Plan(hows, settings["heads"], kind, settings)
     odd = [name for name, how in plan.hows.items() if how != "norm" and not plain(module.get_submodule(name))]

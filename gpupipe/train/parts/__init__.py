@@ -11,7 +11,7 @@ from gpupipe.train.parts.diffusion import (
     FusedSingleBlock,
     FusedTableBlock,
 )
-from gpupipe.train.parts.mlps import FusedLinearAct, FusedMLP
+from gpupipe.train.parts.mlps import FusedGatedMLP, FusedLinearAct, FusedMLP
 from gpupipe.train.parts.modulated import FusedModulatedNorm
 from gpupipe.train.parts.norms import FusedGroupNorm, FusedNorm
 from gpupipe.train.parts.positions import FusedPositions, FusedRotary
@@ -41,6 +41,7 @@ ALL: tuple[type[Fused], ...] = (
     FusedCausalConvolution,
     FusedPatches,
     FusedMLP,
+    FusedGatedMLP,
     FusedLinearAct,
 )
 """In the order in which they are asked; the first that serves a module has it."""

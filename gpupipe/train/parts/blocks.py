@@ -9,7 +9,7 @@ import torch
 from gpupipe import ops
 from gpupipe.train import switches
 from gpupipe.train.fused import Fused, is_fused
-from gpupipe.train.parts.mlps import FusedMLP, run_mlp
+from gpupipe.train.parts.mlps import FusedMLP
 from gpupipe.train.parts.norms import eps_for, norm_kind
 from gpupipe.train.parts.probe import silent
 
@@ -61,7 +61,7 @@ def gated(x: torch.Tensor, branch: torch.Tensor, gate: torch.Tensor | None) -> t
 def mlp_added(mlp: Any, y: torch.Tensor, x: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
     """x + gate * mlp(y): in the pass behind the second product where the MLP is fused and nobody watches it."""
     if is_fused(mlp) and isinstance(mlp, FusedMLP) and silent(mlp, *mlp.modules_within()) and _may(mlp):
-        made = run_mlp(mlp, mlp.settings, y, gate, x)
+        made = mlp.added(y, gate, x)
         if made is not NotImplemented:
             return made  # type: ignore[no-any-return]
     return gated(x, mlp(y), gate)

@@ -14,6 +14,10 @@ from gpupipe.train.parts.probe import which_norm
 
 _EPS = ("eps", "variance_epsilon")
 """What modules call the number that is added before the root."""
+_USUAL = (1e-6, 1e-5, 1e-8)
+"""What it is in most that have it in their code alone: told apart by what comes out of small inputs."""
+_FOUND = "_gpupipe_eps"
+"""The attribute of such a module that keeps which of these it was."""
 
 
 def norm_kind(module: Any) -> Kind | None:
@@ -21,11 +25,16 @@ def norm_kind(module: Any) -> Kind | None:
     if not isinstance(module, nn.Module) or any(True for _ in module.children()) or any(True for _ in module.buffers()):
         return None
     names = set(module._parameters)
-    if not names <= {"weight", "bias"} or not any(hasattr(module, name) for name in _EPS):
+    size = norm_size(module) if names <= {"weight", "bias"} else None
+    if size is None:
         return None
-    size = norm_size(module)
-    found = None if size is None else which_norm(module, size, norm_eps(module))
-    return found if found in ("layer", "rms") else None  # type: ignore[return-value]
+    if any(hasattr(module, name) for name in _EPS):
+        return which_norm(module, size, norm_eps(module))
+    for eps in _USUAL if names else ():
+        if (found := which_norm(module, size, eps)) is not None:
+            module.__dict__[_FOUND] = eps
+            return found
+    return None
 
 
 def norm_size(module: Any) -> int | None:
@@ -44,7 +53,7 @@ def norm_size(module: Any) -> int | None:
 
 def norm_eps(module: Any) -> float | None:
     """What is added before the root; None: the smallest step of the type, as ``torch.nn.RMSNorm`` has it."""
-    found = next(getattr(module, name) for name in _EPS if hasattr(module, name))
+    found = next(getattr(module, name) for name in (*_EPS, _FOUND) if hasattr(module, name))
     return None if found is None else float(found)
 
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -106,7 +106,7 @@ def which_activation(of: Callable[[torch.Tensor], Any], width: int = 4) -> str |
     return None
 
 
-def which_norm(module: nn.Module, size: int, eps: float | None) -> str | None:
+def which_norm(module: nn.Module, size: int, eps: float | None) -> Literal["layer", "rms"] | None:
     """``"layer"`` or ``"rms"`` for a module that takes (rows, size) and normalises each row so; None for any other."""
     weight, bias = (getattr(module, name, None) for name in ("weight", "bias"))
     spread = torch.linspace(-1.0, 2.0, 3 * size).view(3, size).sin() + 0.3

@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpupipe.train.fused import Fused, Left
 from gpupipe.train.layout import joining_said
 from gpupipe.train.parts.attention import attended, headed, norm_over, normed_and_turned, project
-from gpupipe.train.parts.probe import Stub, attempt, passed, same, silent
+from gpupipe.train.parts.probe import Stub, Trial, attempt, passed, same, silent
 from gpupipe.train.report import Entry
 
 _HEADS = ("num_heads", "num_attention_heads")
@@ -26,10 +26,13 @@ _SIDES = (
     ("to_q", "to_k", "to_v"),
     ("wq", "wk", "wv"),
 )
-_NORMS = ("q_norm", "k_norm")
 _LAST_DROP = "proj_drop"
 """The dropout behind the last layer. Where any other drops something, the module runs as written."""
 _TOKENS = 5
+
+
+class _Attends(Left):
+    """Why a module is left that is attention for certain, by what comes out."""
 
 
 def _first(x: torch.Tensor) -> torch.Tensor:
@@ -81,9 +84,35 @@ def _stubs(inside: tuple[str, ...]) -> dict[str, Stub]:
     return dict(zip(inside, (_all,) if len(inside) == 1 else (_first, _second, _third), strict=True))
 
 
+def _between(trial: Trial, names: list[str]) -> tuple[str, ...]:
+    """What queries go through, and what keys do, whatever the two are called; nothing where there is nothing between.
+
+    Raises:
+        Left: for anything else that the module holds.
+    """
+    x = trial.given[0]
+    found: dict[int, str] = {}
+    for name in names:
+        inputs = [value for called, value in trial.events if called == name]
+        sides = [number for number, side in enumerate((_first(x), _second(x))) if _same_values(inputs, side)]
+        if len(sides) != 1 or sides[0] in found:
+            raise _Attends(f"it holds {name}, which is neither projection nor norm of queries or of keys")
+        found[sides[0]] = name
+    if len(found) == 1:
+        raise _Attends(f"it holds {names[0]}, which queries or keys alone go through")
+    return tuple(found[number] for number in sorted(found))
+
+
+def _same_values(inputs: list[torch.Tensor], side: torch.Tensor) -> bool:
+    """Whether a layer was called once, on the values of a side, however they lay."""
+    if len(inputs) != 1 or inputs[0].numel() != side.numel():
+        return False
+    return same(inputs[0].flatten().sort().values, side.flatten().sort().values)
+
+
 def _drops_nothing_else(module: nn.Module, settings: dict[str, Any], width: int) -> bool:
     """Whether in training it does no more than otherwise but for what its ``Dropout`` layers do."""
-    names = (*settings["behind"], *_NORMS)
+    names = (*settings["behind"], *settings["norms"])
     others = [name for name, _ in module.named_children() if name in names]
     x = _tokens(width)
     with _nothing_dropped(module):
@@ -119,8 +148,6 @@ class FusedSelfAttention(Fused):
     """qkv, or query, key and value; norms of queries and keys; attention; and a layer behind it."""
 
     kind = "attention"
-    q_norm: Any
-    k_norm: Any
 
     @classmethod
     def recognise(cls, module: nn.Module) -> dict[str, Any] | None:
@@ -137,10 +164,10 @@ class FusedSelfAttention(Fused):
         try:
             settings = cls._settings(module, children, linears, inside, width, counts)
             if settings is not None and not _drops_nothing_else(module, settings, width):
-                raise Left("in training it does more than otherwise, which no Dropout layer of its own does")
+                raise _Attends("in training it does more than otherwise, which no Dropout layer of its own does")
             return settings
-        except Left:
-            if claims:
+        except Left as left:
+            if claims or isinstance(left, _Attends):
                 raise
             return None
 
@@ -167,9 +194,11 @@ class FusedSelfAttention(Fused):
             return None
         stubs = _stubs(inside)
         behind = [name for name in linears if name not in inside]
-        stubs |= dict.fromkeys((*behind, *(name for name in (*_NORMS, _LAST_DROP) if name in children)), passed)
-        known = {*stubs, *(name for name, one in children.items() if isinstance(one, nn.Dropout | nn.Identity))}
-        if len(behind) > 1 or not set(children) <= known:
+        between = [
+            name for name, one in children.items() if name not in linears and not isinstance(one, nn.Dropout | nn.Identity)
+        ]
+        stubs |= dict.fromkeys((*behind, *between, *(name for name in (_LAST_DROP,) if name in children)), passed)
+        if len(behind) > 1:
             raise Left("it holds more than projections, norms of queries and keys, and a layer behind")
         x = _tokens(width)
         trial = attempt(module, x, without=stubs)
@@ -179,19 +208,23 @@ class FusedSelfAttention(Fused):
         heads = next((count for count in counts if same(result[0], _attention(x, count))), None)
         if heads is None:
             raise Left("it does something else than attention of ours")
-        norms = [norm_over(children.get(name), heads, width // heads) for name in _NORMS]
-        if norms[0] is None or norms[0] != norms[1]:
-            raise Left("its norms of queries and keys are none of ours")
+        normed = _between(trial, between)
+        norms = {norm_over(children[name], heads, width // heads) for name in normed} or {"none"}
+        if len(norms) > 1 or None in norms:
+            raise _Attends(
+                f"its norms of queries and keys, {' and '.join(normed)}, are no two RMS norms or two layer norms over a head "
+                "or all heads, with weight, bias and eps as attributes"
+            )
+        (norm,) = norms
         if len(result) > 2 or any(value is not None for value in result[1:]):
-            raise Left("it gives its probabilities back, which ours do not keep")
+            raise _Attends("it gives its probabilities back, which ours do not keep")
         last = trial.order[-1:] == [_LAST_DROP]
-        normed = () if norms[0] == "none" else _NORMS
         first, second = len(inside), len(inside) + len(normed)
         called = [name for name in trial.order if name in (*inside, *normed, *behind)]
         if (sorted(called[:first]), sorted(called[first:second]), called[second:]) != (sorted(inside), sorted(normed), behind):
-            raise Left("its layers are called in another order than those of ours")
+            raise _Attends("its layers are called in another order than those of ours")
         return {
-            "heads": heads, "inside": inside, "behind": behind, "norm": norms[0],
+            "heads": heads, "inside": inside, "behind": behind, "norm": norm, "norms": normed,
             "gives": len(result) if isinstance(trial.result, tuple) else 0, "way": cls._way(module),
             "last_drop": last and bool(behind), "facts": _facts(module), "count": len(children),
             "widths": tuple(linears[name].out_features for name in inside),
@@ -228,7 +261,7 @@ class FusedSelfAttention(Fused):
             qkv = project(x, (layers[0], layers[1], layers[2]), heads, packed=norm.startswith("rms"))
         else:
             qkv = layers[0](x).unflatten(-1, (3, heads, -1))  # no view(…, -1): there may be no clips
-        q_norm, k_norm = (getattr(self, name, None) for name in _NORMS)
+        q_norm, k_norm = (getattr(self, name) for name in settings["norms"]) if settings["norms"] else (None, None)
         made = attended(*normed_and_turned(qkv, norm, q_norm, k_norm, None, None))
         for name in settings["behind"]:
             made = getattr(self, name)(made)
@@ -258,4 +291,5 @@ class FusedSelfAttention(Fused):
             one = getattr(self, name, None)
             if type(one) is not kind and not (isinstance(one, kind) and isinstance(one, Fused)):
                 return True
-        return not torch.compiler.is_compiling() and not silent(*(getattr(self, name, None) for name in _NORMS))
+        uncalled = (getattr(self, name) for name, kind in settings["others"] if not issubclass(kind, nn.Dropout))
+        return not torch.compiler.is_compiling() and not silent(*uncalled)
