@@ -18,7 +18,8 @@ from torch.autograd import DeviceType
 from gpupipe.errors import ConfigError, ShapeError
 from gpupipe.ops import Rope
 from gpupipe.ops.rope import spread
-from gpupipe.train import GridAttention
+from gpupipe.train import GridAttention, fuse
+from gpupipe.train.fused import Left
 from gpupipe.train.parallel.balance import balance_of, spans_of
 from gpupipe.train.parallel.plans import plan_of
 
@@ -305,6 +306,26 @@ def test_a_balance_tells_what_hides_what() -> None:
     assert [span.kind for span in spans_of([*events, kernel])] == ["exchange"], "where there are kernels, they alone count"
     with pytest.raises(ConfigError, match="shows no work"):
         balance_of(spans_of([kernel]))
+
+
+class Gated(nn.Module):
+    """An MLP of three layers, as LLaMA has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_gated_mlp_of_three_layers_stays_whole_with_a_reason(fused: bool) -> None:
+    module = Gated()
+    if fused:
+        fuse(module)
+    with pytest.raises(Left, match="three layers, which are not split"):
+        plan_of(module)
 
 
 def test_plans_are_read_from_modules() -> None:

@@ -28,7 +28,7 @@ from gpupipe.train.parts.self_attention import FusedSelfAttention
 HOWS = ("rows", "rows*2", "rows*3", "columns", "heads", "norm")
 HEADS = ("heads", "num_heads", "num_attention_heads")
 """What modules call how many they have."""
-_KINDS: tuple[type[Fused], ...] = (FusedProcessed, FusedSelfAttention, FusedMLP)
+_KINDS: tuple[type[Fused], ...] = (FusedProcessed, FusedSelfAttention, FusedGatedMLP, FusedMLP)
 
 
 @dataclass
@@ -94,11 +94,13 @@ def _own(module: nn.Module) -> dict[str, str] | None:
 
 def _settings(module: Any, kind: type[Fused]) -> dict[str, Any] | None:
     if is_fused(module):
-        return module.settings if isinstance(module, kind) and not isinstance(module, FusedGatedMLP) else None
+        return module.settings if isinstance(module, kind) else None
     return kind.recognise(module)
 
 
 def _found(module: nn.Module, kind: type[Fused], settings: dict[str, Any]) -> Plan:
+    if kind is FusedGatedMLP:
+        raise Left("it is a gated MLP of three layers, which are not split")
     if kind is FusedMLP:
         one, two = (".".join(settings[name]) for name in ("linear1", "linear2"))
         gated = activations.split(settings["activation"])[1]
