@@ -73,7 +73,7 @@ train_video_dit.drawn = once
 trainer = train_video_dit.Trainer(options(Path(sys.argv[1]) / "train.csv", Path(sys.argv[2]), steps=5, dtype="float16"))
 reports = []
 note = trainer.note
-trainer.note = lambda seen: (reports.append(str(seen.report)) if seen.report else None, note(seen))
+trainer.note = lambda seen, took: (reports.append(str(seen.report)) if seen.report else None, note(seen, took))
 with trainer.loader:
     trainer.run()
 state = trainer.optimizer.state_dict()["state"]

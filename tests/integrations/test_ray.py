@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,8 @@ CLIPS = {name: value for name, value in VALIDATION.items() if name not in ("batc
 
 @pytest.fixture(scope="module", autouse=True)
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Small, without what it would tell or keep of its own."""
+    """Small, without what it would tell or keep of its own, and without its trainer's answer to Ctrl-C, which outlives it."""
+    interrupted = signal.getsignal(signal.SIGINT)
     with pytest.MonkeyPatch.context() as patch:
         paths = [str(HERE), str(HERE.parent.parent), os.environ.get("PYTHONPATH", "")]
         told = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"}
@@ -37,6 +39,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
         yield
         ray.shutdown()
+    signal.signal(signal.SIGINT, interrupted)
 
 
 def work(config: dict[str, Any]) -> None:

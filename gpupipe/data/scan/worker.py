@@ -6,6 +6,7 @@ demux. So videos that are met while an epoch runs are scanned here.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -46,7 +47,8 @@ class ScanProcess(Child):
             if stop():
                 raise
             self.kill()
-            _tell_of_the_late()
+            with _telling:  # two threads may find so at once
+                _tell_of_the_late()
             return False
 
     def make(self, identity: Identity) -> tuple[bytes, str]:
@@ -87,6 +89,9 @@ def _lent(identity: Identity, lent: ExitStack) -> str | None:
     with suppress(GpupipeError, OSError):  # OSError: no more files, or no memory for a copy
         return lent.enter_context(held.shared(identity.path))
     return None
+
+
+_telling = threading.Lock()
 
 
 @cache  # told once
