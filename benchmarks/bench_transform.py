@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 import transform_bytes
-from common import RESULTS, Row, failed, summarise, write_results
+from common import RESULTS, Row, failed, named_by, summarise, write_results
 from transform_bytes import DRAM_METRIC, MOVED_METRIC
 from transform_cases import CLIPS, FRAMES, Case, Clip, case_of, make_clips, reference
 from transform_subjects import SUBJECTS, Make, Subject
@@ -216,16 +216,9 @@ def limits(clips: Sequence[Clip], case: Case) -> list[float]:
     return [least / rate for rate in rates[1:]]
 
 
-def _case_name(name: str) -> str:
-    try:
-        return case_of(name).name
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def main() -> None:
     command = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    command.add_argument("--cases", nargs="+", type=_case_name, default=CASES)
+    command.add_argument("--cases", nargs="+", type=named_by(case_of), default=CASES)
     command.add_argument("--subjects", nargs="+", choices=list(SUBJECTS), default=list(SUBJECTS))
     command.add_argument("--device", default="cuda:0")
     command.add_argument("--runs", type=int, default=30)

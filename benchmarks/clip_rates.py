@@ -11,13 +11,13 @@ import tempfile
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import torch
-from common import RESULTS, Row, answers, failed, summarise, write_results
+from common import RESULTS, Row, answers, failed, named_by, summarise, write_results
 from loader_cases import Case, Draw, case_of, check, draw, packets_needed
 from loader_subjects import Gpupipe, Maker, Session, engine_rate
 from make_media import make
@@ -78,14 +78,12 @@ def measure(
     cpu, begin = cpu_seconds(), time.perf_counter()
     session = maker(case, draws, device)
     try:
-        for batch in session.batches():
+        for batch in batches_within(session, len(draws), begin, budget):
             if first is None:
                 first = batch
                 synchronise(device)
                 values["first_batch_ms"] = 1000 * (time.perf_counter() - begin)
             clips += len(batch)
-            if time.perf_counter() - begin > budget and clips >= min(FEWEST_CLIPS, len(draws)):
-                break
         synchronise(device)
         values[METRIC] = clips / (time.perf_counter() - begin)
         values["cpu_ms_per_clip"] = 1000 * (cpu_seconds() - cpu) / max(1, clips)
@@ -102,6 +100,16 @@ def measure(
     if fault:
         raise RuntimeError(f"wrong output: {fault}")
     return values
+
+
+def batches_within(session: Session, visits: int, begin: float, budget: float) -> Iterator[torch.Tensor]:
+    """The batches of a pass, up to the one at which ``budget`` seconds are over since ``begin`` and enough clips are done."""
+    clips = 0
+    for batch in session.batches():
+        yield batch
+        clips += len(batch)
+        if time.perf_counter() - begin > budget and clips >= min(FEWEST_CLIPS, visits):
+            return
 
 
 def own_counters(session: Session, clips: int) -> dict[str, float]:
@@ -125,11 +133,8 @@ def second_iteration(session: Gpupipe, device: torch.device) -> float:
 
 def warm_rate(session: Session, visits: int, device: torch.device, budget: float) -> float:
     """Clips a second of one more pass."""
-    begin, clips = time.perf_counter(), 0
-    for batch in session.batches():
-        clips += len(batch)
-        if time.perf_counter() - begin > budget and clips >= min(FEWEST_CLIPS, visits):
-            break
+    begin = time.perf_counter()
+    clips = sum(len(batch) for batch in batches_within(session, visits, begin, budget))
     synchronise(device)
     return clips / (time.perf_counter() - begin)
 
@@ -212,7 +217,9 @@ def limit_rows(options: argparse.Namespace) -> list[Row]:
 def parser(description: str, cases: list[str], subjects: Subjects, default_subjects: list[str]) -> argparse.ArgumentParser:
     """The command line that both benchmarks have."""
     made = argparse.ArgumentParser(description=description)
-    made.add_argument("--cases", nargs="+", type=_case_name, default=cases, help="CODEC-SIZE-gN-sN[-frame][-cold], mixed-sN")
+    made.add_argument(
+        "--cases", nargs="+", type=named_by(case_of), default=cases, help="CODEC-SIZE-gN-sN[-frame][-cold], mixed-sN"
+    )
     made.add_argument("--subjects", nargs="+", choices=list(subjects), default=default_subjects)
     made.add_argument("--device", default="cuda:0")
     made.add_argument("--runs", type=int, default=3)
@@ -226,13 +233,6 @@ def parser(description: str, cases: list[str], subjects: Subjects, default_subje
     made.add_argument("--quick", action="store_true", help="a tiny case on the CPU, to see that everything runs")
     made.add_argument("--one-subject", help=argparse.SUPPRESS)
     return made
-
-
-def _case_name(name: str) -> str:
-    try:
-        return case_of(name).name
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def be_quick(options: argparse.Namespace, subjects: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import signal
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -60,6 +61,19 @@ def summarise(case: str, subject: str, metric: str, values: Sequence[float], bet
 def failed(case: str, subject: str, metric: str, error: str, better: Better = "higher") -> Row:
     """The row of a subject that could not run: the first 300 characters of why, on one line."""
     return Row(case, subject, metric, better, None, None, None, 0, " ".join(error.split())[:300] or "unknown error")
+
+
+def named_by(known: Callable[[str], object]) -> Callable[[str], str]:
+    """For argparse: takes a name that ``known`` takes, and says of another why that raised a ValueError."""
+
+    def checked(name: str) -> str:
+        try:
+            known(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+        return name
+
+    return checked
 
 
 def answers(
@@ -126,16 +140,17 @@ def write_results(
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{benchmark}--{machine_slug(machine)}.json"
+    now = commit()
     kept: list[dict[str, Any]] = []
     if keep_other_cases and path.exists():
         old = json.loads(path.read_text(encoding="utf-8"))
         if old["machine"] == machine:
             others = [row for row in old["rows"] if row["case"] not in {new.case for new in rows}]
-            kept = [_of_commit(row, row.get("commit", old["commit"])) for row in others]
+            kept = [_of_commit(row, row.get("commit", old["commit"]), now) for row in others]
     content = {
         "benchmark": benchmark,
         "created": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        "commit": commit(),
+        "commit": now,
         "machine": machine,
         "rows": kept + [row.to_json() for row in rows],
     }
@@ -143,7 +158,7 @@ def write_results(
     return path
 
 
-def _of_commit(row: dict[str, Any], its: str) -> dict[str, Any]:
-    """A row that says its commit where that is not the file's."""
+def _of_commit(row: dict[str, Any], its: str, now: str) -> dict[str, Any]:
+    """A row that says its commit where that is not the file's, which is ``now``."""
     own = {key: value for key, value in row.items() if key != "commit"}
-    return own if its == commit() else {**own, "commit": its}
+    return own if its == now else {**own, "commit": its}

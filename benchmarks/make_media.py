@@ -27,6 +27,7 @@ from pathlib import Path
 import av
 import numpy as np
 import numpy.typing as npt
+from common import named_by
 
 Bytes = npt.NDArray[np.uint8]
 FPS = 30
@@ -224,20 +225,11 @@ def make(
     return paths
 
 
-def _kind_name(name: str) -> str:
-    """A kind's name on the command line."""
-    try:
-        kind_of(name)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return name
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Makes the videos that the benchmarks read.")
     parser.add_argument("out", type=Path)
     parser.add_argument(
-        "--kinds", nargs="+", type=_kind_name, default=DEFAULT_KINDS, help=(
+        "--kinds", nargs="+", type=named_by(kind_of), default=DEFAULT_KINDS, help=(
             f"CODEC-SIZE[-gN]: {', '.join(CODECS)}; {', '.join(SIZES)}; a keyframe at least every N frames, {GOP} without. "
             f"Default: {' '.join(DEFAULT_KINDS)}"
         ),

@@ -148,3 +148,12 @@ class ClosedError(GpupipeError):
     """A loader or an iterator was used after it was closed or replaced by a newer one."""
 
     code = "TT_ERR_CLOSED"
+
+
+def noted(error: Exception, note: str) -> Exception:
+    """A user's own error with a note on where it was raised. A StopIteration becomes a RuntimeError, as in a generator (PEP
+    479): the loop over batches would end by it."""
+    if isinstance(error, StopIteration):
+        return RuntimeError(f"StopIteration was {note}")
+    error.add_note(note)
+    return error

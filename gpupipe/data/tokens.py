@@ -11,7 +11,7 @@ import torch
 
 from gpupipe.data.source.columns import Kind
 from gpupipe.data.transform.custom import Call, CallFailed, Watch, unwatched
-from gpupipe.errors import ConfigError, GraphError
+from gpupipe.errors import ConfigError, GraphError, noted
 
 Tokenizer = Callable[[list[str]], Mapping[str, Any]]
 """Takes B texts and gives tensors of leading dimension B by name, as Hugging Face's tokenisers do."""
@@ -94,10 +94,7 @@ class Tokenizers:
                 given = function(list(text))
             except Exception as error:
                 note = f"raised by tokenize={function!r} for column {column!r}, texts {text!r:.200}"
-                if isinstance(error, StopIteration):  # as in a generator (PEP 479)
-                    raise CallFailed(RuntimeError(f"StopIteration was {note}")) from error
-                error.add_note(note)
-                raise CallFailed(error) from error
+                raise CallFailed(noted(error, note)) from error
             finally:
                 watch(None)
         finally:

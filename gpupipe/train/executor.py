@@ -12,7 +12,7 @@ import torch
 
 from gpupipe.device.inventory import resolve_device
 from gpupipe.device.stream import hand_over, own_stream
-from gpupipe.errors import ClosedError, ConfigError
+from gpupipe.errors import ClosedError, ConfigError, noted
 from gpupipe.telemetry import log
 from gpupipe.train.arguments import a_device, a_function, several, whole
 from gpupipe.train.metrics import Metrics
@@ -289,11 +289,10 @@ class _Work(Generic[T, P]):
             paths = list(dict.fromkeys(paths_of(batch)))
             more = f" and {len(paths) - _MOST_NAMED} more" if len(paths) > _MOST_NAMED else ""
             videos = f", {', '.join(paths[:_MOST_NAMED])}{more}" if paths else ""
-            note = f"raised by prepare={prepare!r} of a PipelineExecutor for batch {number}{videos}"
-            if isinstance(error, StopIteration):  # as in a generator (PEP 479): the loop would end by it
-                raise RuntimeError(f"StopIteration was {note}") from error
-            error.add_note(note)
-            raise
+            told = noted(error, f"raised by prepare={prepare!r} of a PipelineExecutor for batch {number}{videos}")
+            if told is error:
+                raise
+            raise told from error
 
     def take(self) -> _Made[P] | None:
         """The next batch; None at the end.

@@ -23,11 +23,8 @@ if TYPE_CHECKING:
     from av.video.stream import VideoStream
 
 
-def open_video(path: str, *, thorough: bool = False) -> tuple[InputContainer, VideoStream]:
+def open_video(path: str) -> tuple[InputContainer, VideoStream]:
     """Opens a file and finds its best video stream.
-
-    Args:
-        thorough: looks at many packets, for what a header and the first one do not tell; else only where these tell too little.
 
     Raises:
         OpenError: when it cannot be opened or has no video.
@@ -35,25 +32,23 @@ def open_video(path: str, *, thorough: bool = False) -> tuple[InputContainer, Vi
         DeviceMemoryError: when memory is short.
     """
     tells_all = _tells_all(path)
-    glance = tells_all and not thorough
-    container = _opened(path, tells_all, _AT_A_GLANCE if glance else _WITHOUT_PICTURES if tells_all else {})
-    stream = cast("VideoStream | None", container.streams.best("video"))
-    if glance and not _told(container, stream):
+    container, stream = _opened(path, tells_all, _AT_A_GLANCE if tells_all else {})
+    if tells_all and not _told(container, stream):
         container.close()
-        return open_video(path, thorough=True)
+        container, stream = _opened(path, tells_all, _WITHOUT_PICTURES)
     if stream is None or stream.codec_context is None:
         container.close()
         raise OpenError(f"{path} has no video stream that can be decoded", fix="leave it out of the list", path=path)
     return container, stream
 
 
-def _opened(path: str, tells_all: bool, options: dict[str, str]) -> InputContainer:
-    """Raises: as :func:`open_video`."""
+def _opened(path: str, tells_all: bool, options: dict[str, str]) -> tuple[InputContainer, VideoStream | None]:
+    """A file and its best video stream, as far as these options let FFmpeg look. Raises as :func:`open_video`."""
     import av
 
     source = for_ffmpeg(path)
     try:
-        return av.open(source, "r", options=options, buffer_size=_BUFFER_BYTES)
+        container = av.open(source, "r", options=options, buffer_size=_BUFFER_BYTES)
     except (av.error.FFmpegError, OSError, ValueError) as error:
         _raise_failure(source)
         if too_many(error):
@@ -65,6 +60,7 @@ def _opened(path: str, tells_all: bool, options: dict[str, str]) -> InputContain
         if tells_all:
             fix = "is the file whole? An MP4 that was cut, or is still being written, often lacks the index at its end"
         raise OpenError(f"{path} cannot be opened as a video: {reason}", fix=fix, path=path) from error
+    return container, cast("VideoStream | None", container.streams.best("video"))
 
 
 def _told(container: InputContainer, stream: VideoStream | None) -> bool:

@@ -281,9 +281,11 @@ def _label_by_column(entries: list[Entry], column: str) -> list[Entry]:
     other = next((entry for entry in entries if "label" in entry.columns), None)
     if other is not None:
         log.info("source.label_column is %r, so the column 'label' that %s has too is left out", column, other.named)
-        entries = [_without_label(entry) for entry in entries]
     return [
-        replace(entry, columns={"label" if name == column else name: value for name, value in entry.columns.items()})
+        replace(
+            entry,
+            columns={"label" if name == column else name: value for name, value in entry.columns.items() if name != "label"},
+        )
         for entry in entries
     ]
 

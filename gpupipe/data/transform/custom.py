@@ -15,7 +15,7 @@ from gpupipe.data.transform import ClipTransform, to_rgb
 from gpupipe.device.doing import at
 from gpupipe.device.memory import PITCH_BYTES
 from gpupipe.device.stream import stage
-from gpupipe.errors import GraphError
+from gpupipe.errors import GraphError, noted
 from gpupipe.types import Clip, ClipRecord, ClipRequest, FramePick, PlaneFormat, Planes, VideoInfo
 
 _BEYOND = 4.0
@@ -176,10 +176,7 @@ class Custom:
                 given = function(clip)
         except Exception as error:
             note = f"raised by the transform {name}={function!r} for {clip.info.path}"
-            if isinstance(error, StopIteration):  # as in a generator (PEP 479): next() of the loader would end the loop by it
-                raise CallFailed(RuntimeError(f"StopIteration was {note}")) from error
-            error.add_note(note)
-            raise CallFailed(error) from error
+            raise CallFailed(noted(error, note)) from error
         finally:
             self._thread.calling = within
             watch(None)
